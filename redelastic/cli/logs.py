@@ -65,7 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         if arguments.failed and why:
             _show_reason(why)
-        _show(found, failed, arguments)
+        if found and not arguments.failed:
+            _show_places(found)
+        if failed and (arguments.failed or rank is not None):
+            _show_failure(failed)
+        elif failed:
+            write_line(f"rank {failed['rank']} failed first in round {failed['epoch']}; --failed shows its last lines")
     return code
 
 
@@ -75,23 +80,10 @@ def _show_reason(why: Failure) -> None:
         write_line(f"  {name:<6} {line}")
 
 
-def _show(found: list[Place], failed: FailedWorker | None, arguments: argparse.Namespace) -> None:
-    if not arguments.failed:
-        _show_places(found)
-    if failed is None:
-        return
-    if arguments.failed or arguments.rank is not None:
-        _show_failure(failed)
-    else:
-        write_line(f"rank {failed['rank']} failed first in round {failed['epoch']}; --failed shows its last lines")
-
-
 def _show_places(found: list[Place]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    if not found:
-        return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("rank", "node", "log"):
         table.add_column(name, justify="right" if name == "rank" else "left", overflow="fold")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from redelastic.monitoring.wording import clean, duration
+from redelastic.monitoring.wording import clean, duration, known
 from redelastic.redis.keys import RunKeys
 
 from .common import OK, add_server_arguments, open_connection
@@ -70,13 +70,11 @@ def _show(runs: list[dict[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("run", overflow="fold")
     table.add_column("phase", no_wrap=True)
-    for name in ("epoch", "members", "waiting", "spares"):
+    for name in ("epoch", "members", "waiting", "spares", "round age"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("round age", justify="right", no_wrap=True)
     for one in runs:
-        counts = [str("?" if one[name] is None else one[name]) for name in ("epoch", "members", "candidates", "spares")]
+        phase = Text(one["phase"], phase_style(one["phase"], failed=one["failed"]))
+        counts = [known(one[name]) for name in ("epoch", "members", "candidates", "spares")]
         age = "-" if one["age"] is None else duration(one["age"])
-        table.add_row(
-            Text(clean(one["run"])), Text(one["phase"], phase_style(one["phase"], failed=one["failed"])), *counts, age
-        )
+        table.add_row(Text(clean(one["run"])), phase, *counts, age)
     open_console().print(table)

@@ -16,6 +16,7 @@ from redelastic.monitoring.sentences import event_document
 from redelastic.monitoring.wording import count
 
 if TYPE_CHECKING:
+    from redelastic.monitoring.events import Event
     from redelastic.monitoring.history import History
 
 NAME: Final = "timeline"
@@ -33,6 +34,7 @@ Exit code: 0; 1 if the run has no events; 2 if the file cannot be written; 3 if
 Redis cannot be reached; 4 if there is no such run."""
 
 SUFFIXES: Final = (".html", ".htm")
+_AS_THEY_ARE: Final = ("start", "end", "complete", "outages", "seconds", "ettr", "redone")  # in the JSON document
 _AGO: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhd])", re.ASCII)
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -125,24 +127,17 @@ def _moment(when: str) -> float:
 
 
 def _document(run_id: str, history: History) -> dict[str, Any]:
-    nodes = [
-        {
-            "id": node.id,
-            "name": node.name,
-            "gone": node.gone and event_document(node.gone),
-            "spans": [*map(asdict, node.spans)],
-        }
-        for node in history.nodes
-    ]
-    rounds = [{**vars(this), "broken_by": this.broken_by and event_document(this.broken_by)} for this in history.rounds]
+    def shown(event: Event | None) -> dict[str, Any] | None:
+        return event_document(event) if event else None
+
     return {
         "run": run_id,
-        **{
-            name: getattr(history, name)
-            for name in ("start", "end", "complete", "outages", "seconds", "ettr", "redone")
-        },
-        "closed": history.closed and event_document(history.closed),
-        "nodes": nodes,
-        "rounds": rounds,
+        **{name: getattr(history, name) for name in _AS_THEY_ARE},
+        "closed": shown(history.closed),
+        "nodes": [
+            {"id": node.id, "name": node.name, "gone": shown(node.gone), "spans": [*map(asdict, node.spans)]}
+            for node in history.nodes
+        ],
+        "rounds": [{**vars(this), "broken_by": shown(this.broken_by)} for this in history.rounds],
         "events": [event_document(event) for event in history.events],
     }

@@ -37,7 +37,7 @@ from redelastic.redis.errors import RedelasticError
 from redelastic.redis.routes import host_and_port, names_loopback
 
 from .actions import Action, Actions, BusyError
-from .reader import Reader, event_of, node_of
+from .reader import Reader, node_of
 from .standalone import PAGE
 
 MAX_REQUEST: Final = 10_000  # bytes
@@ -139,10 +139,9 @@ async def _run(request: Request) -> Response:
     elif "node" in asked:
         found = node_of(watch, asked["node"])
     elif "event" in asked:
-        event = event_of(watch, asked["event"])
-        found = event_document(event) if event else None
+        found = next((event_document(e) for e in watch.event_log.events if e.id == asked["event"]), None)
     elif "logs" in asked:
-        found = logs.document(watch.keys.run_id, watch.event_log.events, watch.nodes, watch.silence)
+        found = logs.document(watch.run, watch.event_log.events)
     else:
         found = watch.report
     if found is None:

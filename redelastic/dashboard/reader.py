@@ -14,10 +14,9 @@ from typing import Any, Final
 from redelastic.monitoring.control import RunControl, UnknownRunError, list_runs
 from redelastic.monitoring.curves import Curves
 from redelastic.monitoring.event_log import EventLog
-from redelastic.monitoring.events import Event, number_in
-from redelastic.monitoring.failure import RoundFailure, silence_of
+from redelastic.monitoring.events import number_in
 from redelastic.monitoring.live_logs import LiveLogs
-from redelastic.monitoring.records import Node
+from redelastic.monitoring.records import Run
 from redelastic.monitoring.report import describe, summary, unread
 from redelastic.monitoring.wording import clean
 from redelastic.redis.connection import Connection
@@ -51,8 +50,7 @@ class Watch:
         self.keys = keys
         self._control = RunControl(connection, keys)
         self.event_log = EventLog(self._control)
-        self.nodes: Sequence[Node] = ()
-        self.silence: RoundFailure | None = None  # of all nodes
+        self.run: Run  # as it was read, once it has been
         self.now = 0.0  # on the server's clock, as it was read
         self._speed = view.Speed()
         self._curves = Curves()
@@ -116,7 +114,7 @@ class Watch:
             curves = {"curves": view.curves(self._curves)}
             self.page = self.row | view.details(run, report, history, self._origin) | curves
         self.summary, self.report = summary(run), report
-        self.nodes, self.silence, self.now = run.nodes, silence_of(run), run.time
+        self.run, self.now = run, run.time
 
     @property
     def was_read(self) -> bool:
@@ -373,11 +371,6 @@ class Reader:
             return set(self._connection.read(streams, seconds))
         share = seconds / len(streams)  # one read covers one slot
         return {key for key, last in streams.items() if self._connection.read({key: last}, share)}
-
-
-def event_of(watch: Watch, event_id: str) -> Event | None:
-    """An event of the run by its id."""
-    return next((event for event in watch.event_log.events if event.id == event_id), None)
 
 
 def node_of(watch: Watch, node_id: str) -> dict[str, Any] | None:

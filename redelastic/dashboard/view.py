@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -235,6 +235,13 @@ def _timeline(history: History, origin: float, live: bool = False, nodes: int | 
             if cut is None or span.end > cut
         }
 
+    # A hang is marked as hung; that its worker has therefore failed is no second mark.
+    newest_first = (
+        event
+        for event in reversed(history.events)
+        if isinstance(event, MARKED) and not (isinstance(event, Failed) and event.idle_ms is not None)
+    )
+    marked = ((event, i, one) for event in newest_first for i, one in enumerate(event.each()))
     lanes = {node.id: {"name": clean(node.name), "spans": spans(node)} for node in history.nodes}
     return _known(
         origin=_moment(origin),
@@ -248,17 +255,9 @@ def _timeline(history: History, origin: float, live: bool = False, nodes: int | 
         outages=[[at(start), at(end)] for start, end in history.outages],
         marks={
             f"{event.id}.{i}": [at(one.time), one.event, one.node, clean(short(sentence(one))), is_fault(one)]
-            for event, i, one in islice(_marked(history), most_marks)
+            for event, i, one in islice(marked, most_marks)
         },
     )
-
-
-def _marked(history: History) -> Iterator[tuple[Event, int, Event]]:
-    """The events that the timeline marks, the newest first: each with its number among the nodes that it merges."""
-    for event in reversed(history.events):
-        if isinstance(event, MARKED) and not (isinstance(event, Failed) and event.idle_ms is not None):  # hung says it
-            for i, one in enumerate(event.each()):
-                yield event, i, one
 
 
 def _cut(history: History, most: int) -> float | None:

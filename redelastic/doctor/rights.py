@@ -10,6 +10,7 @@ from typing import Any, Final
 import redis
 from redis.cluster import RedisCluster
 
+from redelastic.monitoring.wording import few
 from redelastic.redis.connection import Connection, text
 from redelastic.redis.errors import ACL_RULES, RedelasticError
 from redelastic.redis.keys import RunKeys
@@ -113,7 +114,7 @@ def examine_rights(connection: Connection, corner: Corner) -> Finding:
     denied = [str(reply) for reply in replies if isinstance(reply, redis.ResponseError) and _is_denial(reply)]
     commands = sorted({(m[1] or m[2]).upper() for reply in denied if (m := _DENIED_COMMAND.search(reply))})
     if commands:
-        found = f"this user may not run {', '.join(commands[:8])}{', …' if len(commands) > 8 else ''}"
+        found = f"this user may not run {few(commands, 8)}"
         return Finding("trial", "rights", "problem", found, f"It needs the rules '{corner.rules}' (SECURITY.md).")
     if denied:
         advice = f"If the user is for one run, name it with --run; otherwise grant it ~{corner.keys.prefix}:*."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any, Final, NamedTuple
 
 from .wording import json_in
@@ -116,11 +116,10 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def _runs(ordered: Sequence[int]) -> Iterator[tuple[int, int]]:
-    first = 0
-    for place in range(1, len(ordered) + 1):
-        if place == len(ordered) or ordered[place] != ordered[place - 1] + 1:
-            yield ordered[first], ordered[place - 1]
-            first = place
+    """The first and the last of each sequence of consecutive ranks."""
+    for _, run in groupby(enumerate(ordered), lambda place_and_rank: place_and_rank[1] - place_and_rank[0]):
+        ranks = [rank for _, rank in run]
+        yield ranks[0], ranks[-1]
 
 
 def decode(text: str) -> dict[int, tuple[Collective, ...] | None]:

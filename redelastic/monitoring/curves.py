@@ -79,17 +79,13 @@ class Curves:
     def add(self, minutes: range, texts: Iterable[str]) -> None:
         """Add what Redis holds of these minutes, which :meth:`missing` has named."""
         for minute, text in zip(minutes, texts, strict=True):
-            figures = _decoded(text)
-            point = {
-                name: value / more if how == "sum" else value
-                for name, how in MEASURES.items()
-                if name != "step" and name in figures
-                for value, more in [figures[name]]
-                if more > 0
-            }
-            if "step" in figures:
-                self._steps[minute] = figures["step"]
-                point |= self._speed(minute)
+            figures, point = _decoded(text), {}
+            if step := figures.pop("step", None):
+                self._steps[minute] = step
+                point = self._speed(minute)
+            for name, (value, more) in figures.items():
+                if more > 0:
+                    point[name] = value / more if MEASURES[name] == "sum" else value
             if point:
                 self.points[minute] = point
         self._read_until = minutes.stop
@@ -110,6 +106,6 @@ def _decoded(text: str) -> dict[str, tuple[float, float]]:
     for figure in text[:MAX_POINT].split():
         name, _, words = figure.partition("=")
         value, more = map(decimal_in, words.partition("/")[::2])
-        if value is not None and more is not None:
+        if name in MEASURES and value is not None and more is not None:
             found[name] = value, more
     return found

@@ -10,11 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, ClassVar, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, get_args
 
 from .collectives import Collective
 from .collectives import decode as decode_collectives
 from .wording import LARGEST, json_in
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:  # only type checkers need it, and Python 3.10 lacks it
+    dataclass_transform = lambda **_: lambda kind: kind  # noqa: E731
 
 MAX_DIGITS: Final = 20  # of a number of 64 bits
 VERSION: Final = 1  # of the JSON documents that hold events
@@ -99,9 +104,10 @@ def _flag() -> Any:
 KINDS: Final[dict[str, type[Event]]] = {}  # by what an event's ``event`` says
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something happened in a run.
+    """Something happened in a run; each subclass is made a dataclass like this one.
 
     Attributes:
         event: its kind.
@@ -131,6 +137,7 @@ class Event:
 
     def __init_subclass__(cls, *, by: Author = "script", fault: bool = False) -> None:
         """Define a kind, if the class names it as its ``event``."""
+        dataclass(frozen=True, kw_only=True)(cls)
         cls.by, cls.fault = by, fault
         if name := vars(cls).get("event"):
             KINDS[name] = cls
@@ -164,21 +171,18 @@ class Event:
         return json.dumps([self.event, self.node, *self.pairs()], ensure_ascii=False)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Joined(Event):
     """A node waits for a round; it was in none before."""
 
     event: str = "joined"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Regrouped(Event):
     """A member gave up its round, and waits for the next one."""
 
     event: str = "regrouped"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Completed(Event):
     """A round is complete; epoch and size are the new round's, the node has rank 0.
 
@@ -189,12 +193,11 @@ class Completed(Event):
     """
 
     event: str = "completed"
-    because: Because | Literal[""] = _choice(Because)  # noqa: RUF009
+    because: Because | Literal[""] = _choice(Because)
     members: tuple[str, ...] = _field((), lambda text: tuple(text[:MAX_MEMBERS].split()))
     lost: int | None = _count()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Lost(Event, fault=True):
     """A node is out of the run.
 
@@ -205,7 +208,7 @@ class Lost(Event, fault=True):
     """
 
     event: str = "lost"
-    cause: Cause | Literal[""] = _choice(Cause)  # noqa: RUF009
+    cause: Cause | Literal[""] = _choice(Cause)
     silent_ms: int | None = _count()
     asked_by: str = _text(MAX_NAME, shared=True)
 
@@ -228,7 +231,6 @@ Departure = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
 class WorkerFailure(Event):
     """How a worker failed: fields that several kinds share.
 
@@ -261,7 +263,6 @@ class WorkerFailure(Event):
         return {f.name: getattr(self, f.name) for f in _own(WorkerFailure)}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Left(WorkerFailure):
     """A node has gone for good.
 
@@ -272,12 +273,11 @@ class Left(WorkerFailure):
     """
 
     event: str = "left"
-    cause: Departure | Literal[""] = _choice(Departure)  # noqa: RUF009
+    cause: Departure | Literal[""] = _choice(Departure)
     reason: str = _text(MAX_REASON, shared=True)
     last_step: int | None = _count()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Drain(Event):
     """A node was asked to let its workers save, and to leave.
 
@@ -291,7 +291,6 @@ class Drain(Event):
     timeout_ms: int | None = _count()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Save(Event):
     """The workers of all members were asked to save; the event's node, if any, waits to be let in until they have.
 
@@ -305,7 +304,6 @@ class Save(Event):
     timeout_ms: int | None = _count()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Admitted(Event):
     """Nodes that waited to be let in may join; the event's node is the first of them.
 
@@ -317,7 +315,6 @@ class Admitted(Event):
     saved: bool = _flag()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Failed(WorkerFailure, fault=True):
     """Workers of a node failed.
 
@@ -334,7 +331,6 @@ class Failed(WorkerFailure, fault=True):
     follows: bool = _field(False, "1".__eq__)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RollCall(Event):
     """All nodes answered the roll call of this one, whose workers had failed: no node is lost.
 
@@ -351,7 +347,6 @@ class RollCall(Event):
 Ending = Literal["finished", "failed", "restarts", "progress", "asked"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Closed(WorkerFailure):
     """No further round completes; running workers may finish.
 
@@ -363,20 +358,18 @@ class Closed(WorkerFailure):
     """
 
     event: str = "closed"
-    cause: Ending | Literal[""] = _choice(Ending)  # noqa: RUF009
+    cause: Ending | Literal[""] = _choice(Ending)
     reason: str = _text(MAX_REASON)
     restarts: int | None = _count()
     last_step: int | None = _count()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Stopped(Closed):
     """No further round completes, and running workers have to end."""
 
     event: str = "stopped"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Readmitted(Event):
     """The failures of a host, which is named as the node, were forgotten.
 
@@ -388,7 +381,6 @@ class Readmitted(Event):
     reason: str = _text(MAX_REASON)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Outage(Event):
     """Redis was away: every lease began anew.
 
@@ -402,14 +394,12 @@ class Outage(Event):
     back_ms: int | None = _count()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Restored(Event):
     """Redis had forgotten the round; this node restored its record."""
 
     event: str = "restored"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Missing(Event, fault=True):
     """Nodes of a restored round did not come back.
 
@@ -421,7 +411,6 @@ class Missing(Event, fault=True):
     missing: int | None = _count()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Cleared(Event):
     """A stream of the run held the largest possible id, so it took no more entries: it was removed, and began anew.
 
@@ -430,10 +419,9 @@ class Cleared(Event):
     """
 
     event: str = "cleared"
-    stream: Stream | Literal[""] = _choice(Stream)  # noqa: RUF009
+    stream: Stream | Literal[""] = _choice(Stream)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Started(Event, by="agent"):
     """A node's workers run.
 
@@ -453,7 +441,6 @@ class Started(Event, by="agent"):
     logs: Mapping[int, str] = _field({}, _logs)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Launched(Event, by="agent"):
     """The workers of rank 0's node run for the first time.
 
@@ -467,7 +454,6 @@ class Launched(Event, by="agent"):
     command: str = _text(MAX_REASON)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Progressed(Event, by="agent"):
     """The workers of rank 0 make their first step of a round, or their first one that no earlier round had made.
 
@@ -488,7 +474,6 @@ class Progressed(Event, by="agent"):
         return self.step is not None and self.last_step is not None and self.step <= self.last_step
 
 
-@dataclass(frozen=True, kw_only=True)
 class Saved(Event, by="agent"):
     """A node's workers have saved on request, or their time to save is up.
 
@@ -504,7 +489,6 @@ class Saved(Event, by="agent"):
     late: bool = _flag()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Hung(WorkerFailure, by="agent", fault=True):
     """Workers of a node have stopped reporting progress.
 
@@ -518,7 +502,6 @@ class Hung(WorkerFailure, by="agent", fault=True):
     stacks: str = _text()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Collectives(Event, by="agent"):
     """What torch's flight recorder says of a node whose workers make no progress when a round ends.
 
@@ -532,7 +515,6 @@ class Collectives(Event, by="agent"):
     last: Mapping[int, Sequence[Collective] | None] = _field({}, decode_collectives)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Unwatched(Event, by="agent"):
     """Workers of a node have never reported progress, so their hangs are not detected.
 
@@ -548,7 +530,6 @@ class Unwatched(Event, by="agent"):
     stacks: str = _text()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Log(Event, by="agent"):
     """How the log of a worker that failed ends.
 
@@ -566,7 +547,6 @@ class Log(Event, by="agent"):
     lines: str = _text()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Refused(Event, by="agent", fault=True):
     """A health check refused the node.
 
@@ -578,7 +558,6 @@ class Refused(Event, by="agent", fault=True):
     reason: str = _text(MAX_REASON)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Barred(Event, by="agent", fault=True):
     """The node's host is excluded until it is readmitted.
 
@@ -590,7 +569,6 @@ class Barred(Event, by="agent", fault=True):
     failures: int | None = _count()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Unreached(Event, by="agent", fault=True):
     """The node could not reach rank 0 at the address that it had announced.
 
@@ -608,7 +586,6 @@ class Unreached(Event, by="agent", fault=True):
     reason: str = _text(MAX_REASON)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Preflight(Event, by="agent"):
     """The hosts that are to form a round have measured themselves and their links.
 
@@ -624,7 +601,6 @@ class Preflight(Event, by="agent"):
     excluded: bool = _flag()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Outlier(Event, by="agent", fault=True):
     """A host, which is the event's node, stands out in a preflight.
 

@@ -11,7 +11,7 @@ from . import events as kinds
 from .collectives import explain
 from .events import Event, fault_age
 from .sentences import cause, cause_document, sentence, worker_failure
-from .wording import count, duration, short
+from .wording import count, duration, known, short
 
 if TYPE_CHECKING:
     from . import documents
@@ -75,22 +75,17 @@ def _may_be_fault(event: Event) -> bool:
     return isinstance(event, kinds.Failed | kinds.Lost) or (isinstance(event, kinds.Left) and event.cause in _FAULTY)
 
 
-def silence_of(run: Run) -> RoundFailure | None:
-    """That all nodes of an open run have fallen silent, of which no event tells; None if they have not."""
-    if run.died_at is None:
-        return None
-    return RoundFailure(epoch=run.epoch, time=run.died_at)
-
-
-def why_failed(events: Sequence[Event], silence: RoundFailure | None, since: int = 0) -> RoundFailure | None:
+def why_failed(run: Run, events: Sequence[Event], since: int = 0) -> RoundFailure | None:
     """Why the last round that failed did; of a run whose nodes all fell silent, at best why its last round did.
 
     Args:
+        run: as it is now.
         events: of the run, oldest first.
-        silence: of all nodes, from :func:`silence_of`; None if they did not fall silent.
         since: epoch of the first round that counts.
     """
-    return last_failure(events, silence.epoch if silence else since) or silence
+    if run.died_at is None:
+        return last_failure(events, since)
+    return last_failure(events, run.epoch) or RoundFailure(epoch=run.epoch, time=run.died_at)
 
 
 def last_fault(events: Sequence[Event]) -> Event | None:
@@ -236,7 +231,7 @@ def _others_line(failure: RoundFailure) -> str:
 
 
 def _describe_others(others: Sequence[kinds.Failed]) -> str:
-    described = [f"{one.node} (rank {_rank(one)}): {_words(one)}" for one in others[:OTHERS]]
+    described = [f"{one.node} (rank {known(one.rank)}): {_words(one)}" for one in others[:OTHERS]]
     if (more := len(others) - len(described)) > 0:
         described.append(count(more, "more node"))
     return "; ".join(described)
@@ -247,10 +242,6 @@ def _words(one: kinds.Failed) -> str:
     ended = one.signal or ("" if one.exit_code is None else f"exited with {one.exit_code}")
     text = one.message or ended or sentence(one)
     return text if len(text) <= MAX_WORDS else text[:MAX_WORDS] + "…"
-
-
-def _rank(one: kinds.Failed) -> str:
-    return "?" if one.rank is None else str(one.rank)
 
 
 def _then_line(failure: RoundFailure) -> str:

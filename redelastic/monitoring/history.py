@@ -304,7 +304,9 @@ class _Replay:
                 return  # of a round that Redis has forgotten
             self._admit(node, this)
         if event.rank is not None:
-            self._set_rank(node, this, event.rank)
+            this.members[node] = event.rank
+            for span in self._nodes[node].spans:
+                span.rank = event.rank if span.epoch == this.epoch else span.rank
         this.started_at = event.time
         if event.since_progress_ms is not None:
             _note_progress(self._rounds[-2:-1], event.time - event.since_progress_ms / 1000)
@@ -328,11 +330,6 @@ class _Replay:
         self._members.discard(node)
         if node not in self._open or self._open[node].state != "regrouping":
             self._enter(node, "regrouping", (this and this.fault_at) or event.time, this)
-
-    def _set_rank(self, node: str, this: RoundHistory, rank: int | None) -> None:
-        this.members[node] = rank
-        for span in self._nodes[node].spans:
-            span.rank = rank if span.epoch == this.epoch else span.rank
 
     def _remove(self, event: Event) -> None:
         node = event.node

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from .documents import FailedWorker, Logs, Place
 from .events import Event, Failed, Log, Lost, Started
-from .failure import RoundFailure, failure_of, why_failed
 from .failure import document as failure_document
-from .records import Node
+from .failure import failure_of, why_failed
+from .records import Node, Run
 
 
 def places(events: Iterable[Event], nodes: Iterable[Node] = ()) -> list[Place]:
@@ -68,21 +68,17 @@ def first_failure(events: Sequence[Event]) -> FailedWorker | None:
     return next((one for one in found if (one["node"], one["rank"]) == cause), found[0])
 
 
-def document(
-    run_id: str, events: Sequence[Event], nodes: Iterable[Node], silence: RoundFailure | None, rank: int | None = None
-) -> Logs:
+def document(run: Run, events: Sequence[Event], rank: int | None = None) -> Logs:
     """What ``redelastic logs --json`` prints.
 
     Args:
-        run_id: of the run.
+        run: as it is now.
         events: of the run, oldest first.
-        nodes: of the run now.
-        silence: of all nodes; None if they did not fall silent.
         rank: of the only worker that matters; None for all.
     """
     if rank is None:
-        failed, why = first_failure(events), why_failed(events, silence)
+        failed, why = first_failure(events), why_failed(run, events)
     else:
         failed, why = next((one for one in reversed(failures(events)) if one["rank"] == rank), None), None
-    found = [place for place in places(events, nodes) if rank in (None, place["rank"])]
-    return {"run": run_id, "logs": found, "failed": failed, "failure": failure_document(why)}
+    found = [place for place in places(events, run.nodes) if rank in (None, place["rank"])]
+    return {"run": run.run_id, "logs": found, "failed": failed, "failure": failure_document(why)}

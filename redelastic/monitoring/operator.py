@@ -19,7 +19,6 @@ from . import logs
 from .control import RESAVE_INTERVAL, RunControl, UnknownNodeError
 from .event_log import EventLog
 from .events import DRAIN_GRACE, MAX_REASON, SAVE_TIMEOUT, Closed, Event, Left, Lost, Saved, Stopped
-from .failure import silence_of
 from .history import History
 from .records import Node
 from .report import describe
@@ -237,8 +236,8 @@ class Run:
         Args:
             rank: of the only worker that matters; None for all.
         """
-        events, state = self.control.events(), self.control.state()
-        return logs.document(self.id, events, state.nodes, silence_of(state), rank)
+        events = self.control.events()
+        return logs.document(self.control.state(), events, rank)
 
     def wait(self, timeout: float = math.inf) -> Status:
         """Wait until the run is closed or stopped, or no node of it is alive; an outage of Redis is sat out.

@@ -12,7 +12,7 @@ from redelastic.redis.errors import CorruptStateError
 from redelastic.redis.keys import MAX_KEY_PART, RunKeys
 
 from .events import EXCLUDED, MAX_TEXT, Event, decode_cause, number_in
-from .wording import json_in
+from .wording import few, json_in
 
 MAX_STATUS: Final = 65_536  # in bytes: longer statuses are not read; redelastic writes at most 8,192
 # Xid errors that NVIDIA attributes to the application, not the GPU; its Kubernetes device plugin ignores these too:
@@ -164,7 +164,7 @@ class Run:
             return f"No nodes are there: at least {self.min_nodes} must join."
         if self.members:
             late = min(self.members, key=lambda node: node.lease)
-            held = ", ".join(node.id for node in self.members[:3]) + (", …" if len(self.members) > 3 else "")
+            held = few([node.id for node in self.members], 3)
             return (
                 f"{len(self.members)} of {self.size} members still hold round {self.epoch}: {held}; the first of "
                 f"their leases expires in {max(0.0, late.lease):.1f} s."

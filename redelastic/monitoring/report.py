@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from .event_log import without_regrouped
 from .events import is_fault, last_step
 from .failure import document as failure_document
-from .failure import silence_of, why_failed
+from .failure import why_failed
 from .records import APPLICATION_XIDS
 from .sentences import cause, cause_document, consecutive_failures, event_document
 from .wording import count, duration, number, whole
@@ -63,31 +63,31 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
     _add_stragglers(nodes)
     workers = [worker for node in nodes for worker in node["workers"]]
     step = max((worker["step"] for worker in workers if worker["step"] is not None), default=None)
-    document = {
+    shown = step if run.is_alive else _highest_step(run, step, events)
+    idle = min((worker["idle"] for worker in workers if worker["idle"] is not None), default=None)
+    useless = run.idle if step is None or step < run.progress else 0
+    return {
         "run": run.run_id,
         "time": now,
-        "verdict": "",
+        "verdict": _verdict(run, shown, idle),
         "phase": phase_of(run),
         **{name: getattr(run, name) for name in ("epoch", "size", "min_nodes", "max_nodes", "age")},
         "broken": cause_document(run.broken),
         "closed": cause_document(run.closed),
         **{name: getattr(run, name) for name in ("stopped", "deadline", "lease", "waits_for", "restarts")},
-        "restarts_without_progress": run.idle if step is None or step < run.progress else 0,
-        "step": step if run.is_alive else _highest_step(run, step, events),
-        "idle": min((worker["idle"] for worker in workers if worker["idle"] is not None), default=None),
+        "restarts_without_progress": useless,
+        "step": shown,
+        "idle": idle,
         "ettr": history.ettr if history else None,
         "redone": history.redone if history else None,
         "failures": dict(run.failures),
         "barred": list(run.barred),
         # Of the last round, or the one before: a failure that later rounds have outlived is history.
-        "failure": failure_document(why_failed(events, silence_of(run), run.epoch - 1)),
-        "problems": [],
+        "failure": failure_document(why_failed(run, events, run.epoch - 1)),
+        "problems": _problems(run, useless),
         "nodes": nodes,
         "events": [event_document(event) for event in without_regrouped(events)[-EVENTS:]],
     }
-    document["verdict"] = _verdict(run, document)
-    document["problems"] = _problems(run, document["restarts_without_progress"])
-    return document
 
 
 def _highest_step(run: Run, reported: int | None, events: Sequence[Event]) -> int | None:
@@ -102,8 +102,8 @@ def _highest_step(run: Run, reported: int | None, events: Sequence[Event]) -> in
     return max((step for step in known if step is not None), default=None)
 
 
-def _verdict(run: Run, document: Mapping[str, Any]) -> str:
-    phase = document["phase"]
+def _verdict(run: Run, step: int | None, idle: float | None) -> str:
+    phase = phase_of(run)
     here = f"{count(len(run.nodes), 'node')} {'is' if len(run.nodes) == 1 else 'are'} still there"
     if phase in {"closed", "stopped"}:
         return f"{phase}: {cause(run.closed)}" + (f"; {here}" if run.nodes else "")
@@ -114,17 +114,16 @@ def _verdict(run: Run, document: Mapping[str, Any]) -> str:
         words = [f"running: round {run.epoch}", count(run.size, "node")]
         if run.age is not None:
             words.append(f"up {duration(run.age)}")
-        if document["step"] is not None:
-            words.append(f"step {document['step']}")
-        if document["idle"] is not None:
-            words.append(f"last progress {duration(document['idle'])} ago")
+        if step is not None:
+            words.append(f"step {step}")
+        if idle is not None:
+            words.append(f"last progress {duration(idle)} ago")
         return ", ".join(words)
     if phase == "regrouping":
         return f"regrouping: round {run.epoch} is broken: {cause(run.broken)}"
     if phase == "forming":
-        return f"forming round {run.epoch + 1}" + (
-            f": round {run.epoch} is over: {cause(run.broken)}" if run.broken else ""
-        )
+        over = f": round {run.epoch} is over: {cause(run.broken)}" if run.broken else ""
+        return f"forming round {run.epoch + 1}{over}"
     return f"empty: no nodes in the run; its last round was {run.epoch}"
 
 
@@ -218,8 +217,11 @@ def _node_problems(
     elif node.silence > MISSED * run.lease > 0:
         found.append(f"silent for {duration(node.silence)}: its lease expires in {duration(node.lease)}")
     if hung := [worker for worker in workers if worker["state"] == "hung"]:
-        more = f", and {count(len(hung) - 1, 'more worker')}" if len(hung) > 1 else ""
-        found.append(_hung(hung[0]) + more)
+        first, *others = hung
+        at = "" if first["step"] is None else f" at step {first['step']}"
+        since = "" if first["idle"] is None else f" for {duration(first['idle'])}"
+        more = f", and {count(len(others), 'more worker')}" if others else ""
+        found.append(f"{_worker_name(first)} hangs{at}{since}{more}")
     for gpu in gpus:
         which = "a GPU" if gpu["index"] is None else f"GPU {gpu['index']}"
         if gpu["lost"]:
@@ -230,8 +232,7 @@ def _node_problems(
             errors.append(count(gpu["xid"], "Xid error") + (f" ({numbers})" if numbers else ""))
         if errors:
             found.append(f"{which} has {' and '.join(errors)}")
-    failures = run.failures.get(node.name, 0)
-    if failures:
+    if failures := run.failures.get(node.name, 0):
         found.append(consecutive_failures(failures))
     return found
 
@@ -260,8 +261,3 @@ def _ms(seconds: float) -> str:
 def _worker_name(worker: Mapping[str, Any]) -> str:
     name = "a worker" if worker["local_rank"] is None else f"worker {worker['local_rank']}"
     return name + ("" if worker["rank"] is None else f" (rank {worker['rank']})")
-
-
-def _hung(worker: Mapping[str, Any]) -> str:
-    since = "" if worker["idle"] is None else f" for {duration(worker['idle'])}"
-    return f"{_worker_name(worker)} hangs" + ("" if worker["step"] is None else f" at step {worker['step']}") + since

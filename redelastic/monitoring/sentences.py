@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import events
 from .collectives import explain
-from .wording import count, duration
+from .wording import count, duration, few, known
 
 if TYPE_CHECKING:
     from .operator import Closing, Drain, Saves
@@ -30,6 +30,7 @@ _ALWAYS: Final = {
 }
 _AS_CAUSES: Final = {"joined": "waits to join", "regrouped": "regroups"}
 _CONFLICT: Final = "holds another round of the same epoch"
+_NONE_TO_ASK: Final = "nothing: no worker could be asked to"
 UNWATCHED: Final = "Not restarted: a script that does not report looks like one that hangs. Call it on every rank"
 _DEPARTURES: Final = {
     "finished": "finished",
@@ -144,18 +145,15 @@ def _(event: events.Launched) -> str:
 def _(event: events.Progressed) -> str:
     if event.redone:
         return f"its workers make steps again: step {event.step}; an earlier round had come to step {event.last_step}"
-    return f"its workers make new steps: step {_known(event.step)}"
+    return f"its workers make new steps: step {known(event.step)}"
 
 
 @sentence.register
 def _(event: events.Save) -> str:
     if event.timeout_ms is None:
         return "waits to be let in until the workers have saved by themselves"
-    return (
-        f"waits to be let in until the workers have saved, for up to {_seconds(event.timeout_ms)}"
-        if event.node
-        else event.reason
-    )
+    waits = f"waits to be let in until the workers have saved, for up to {_seconds(event.timeout_ms)}"
+    return waits if event.node else event.reason
 
 
 @sentence.register
@@ -166,22 +164,19 @@ def _(event: events.Admitted) -> str:
 @sentence.register
 def _(event: events.Saved) -> str:
     if not event.drains:
-        return (
-            "nothing: no worker could be asked to" if event.asked == 0 else "not in time" if event.late else "in time"
-        )
+        return _NONE_TO_ASK if event.asked == 0 else "not in time" if event.late else "in time"
     first, *others = event.drains
     draining = f"{first} and {len(others)} more, which drain" if others else f"{first}, which drains"
     if event.asked == 0:
-        return f"nothing: no worker could be asked to, for {draining}"
+        return f"{_NONE_TO_ASK}, for {draining}"
     return f"{'not in time ' if event.late else ''}for {draining}"
 
 
 @sentence.register
 def _(event: events.Unwatched) -> str:
     ranks = f"rank{'s' * (len(event.ranks) > 1)} {', '.join(event.ranks)}"
-    return (
-        f"never called redelastic.progress() in the {_seconds(event.waited_ms)} since the start: {ranks}. {UNWATCHED}"
-    )
+    since = f"in the {_seconds(event.waited_ms)} since the start"
+    return f"never called redelastic.progress() {since}: {ranks}. {UNWATCHED}"
 
 
 @sentence.register
@@ -208,8 +203,8 @@ def _(event: events.Unreached) -> str:
 
 @sentence.register
 def _(event: events.Preflight) -> str:
-    named = ", ".join(event.outliers[:NAMES]) + (", …" if len(event.outliers) > NAMES else "")
-    found = f"{count(len(event.outliers), 'outlier')}: {named}" if event.outliers else "no outlier"
+    outliers = event.outliers
+    found = f"{count(len(outliers), 'outlier')}: {few(outliers, NAMES)}" if outliers else "no outlier"
     return f"{count(event.hosts or 0, 'host')}, {found}" + (", excluded until readmitted" if event.excluded else "")
 
 
@@ -222,27 +217,28 @@ def _(event: events.Outlier) -> str:
     return f"{event.measure} {event.value:.3g} {event.unit}, {beside} {'?' if other is None else f'{other:.3g}'}"
 
 
-def cause(event: events.Event | None, default: str = "no reason given") -> str:
+def cause(event: events.Event | None) -> str:
     """Why a round is broken or a run closed: what happened, and to which node."""
     if event is None:
         return ""
     words = _AS_CAUSES.get(event.event) or sentence(event)
     node = "" if isinstance(event, events.Closed) and event.cause not in {"finished", "failed"} else event.node
-    return " ".join(part for part in (node, words) if part) or default
+    return " ".join(part for part in (node, words) if part) or "no reason given"
 
 
 @sentence.register(events.Failed)
 def worker_failure(event: events.WorkerFailure) -> str:
     """What happened to the worker that failed first on a node."""
-    worker = f"worker {_known(event.local_rank)} (rank {_known(event.rank)}, pid {_known(event.pid)})"
+    worker = f"worker {known(event.local_rank)} (rank {known(event.rank)}, pid {known(event.pid)})"
     if event.idle_ms is not None:
         return f"{worker} {idleness(event)}"
     if event.oom_kills:
         return f"{worker} {out_of_memory(event)}"
+    message = f": {event.message}" if event.message else ""
     if event.signal:
-        return f"{worker} was ended by {event.signal}" + (f": {event.message}" if event.message else "")
+        return f"{worker} was ended by {event.signal}{message}"
     if event.exit_code is not None:
-        return f"{worker} exited with {event.exit_code}" + (f": {event.message}" if event.message else "")
+        return f"{worker} exited with {event.exit_code}{message}"
     return f"{worker} {event.message}" if event.local_rank is not None else event.message or "its workers failed"
 
 
@@ -291,8 +287,7 @@ def save_answer(saves: Saves) -> str:
     """What became of a request to save, without an end mark."""
     parts = [f"the workers of {count(saves.saved, 'node')} have saved"] if saves.saved else []
     if saves.unsaved:
-        first = ", ".join(map(str, saves.unsaved[:8])) + (", …" if len(saves.unsaved) > 8 else "")
-        parts.append(f"those of rank {first} have not within {duration(saves.seconds)}")
+        parts.append(f"those of rank {few(saves.unsaved, 8)} have not within {duration(saves.seconds)}")
     if saves.unasked:
         parts.append(f"on {count(saves.unasked, 'node')} no worker could be asked: none calls should_checkpoint()")
     return "; ".join(parts) or "no node trains that could be asked to save"
@@ -314,8 +309,7 @@ def reason_of(event: events.Event) -> str:
     others = [node for node in event.nodes if node != event.node]
     if not others:
         return sentence(event)
-    names = ", ".join(others[:NAMES]) + (", …" if len(others) > NAMES else "")
-    return f"{sentence(event)} (and {count(len(others), 'more node')}: {names})"
+    return f"{sentence(event)} (and {count(len(others), 'more node')}: {few(others, NAMES)})"
 
 
 def detail_of(event: events.Event) -> str:
@@ -354,7 +348,3 @@ def _time_of_day(at: float) -> str:
     """A time on the server's clock, as it is read in any time zone."""
     ms = max(0, round(1000 * at))
     return f"{time.strftime('%H:%M:%S', time.gmtime(ms // 1000))}.{ms % 1000:03d} UTC"
-
-
-def _known(number: int | None) -> str:
-    return "?" if number is None else str(number)

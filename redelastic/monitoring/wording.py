@@ -6,6 +6,7 @@ import json
 import math
 import re
 import unicodedata
+from collections.abc import Sequence
 from typing import Any, Final
 
 LARGEST: Final = 10**18  # redelastic writes no number beyond this
@@ -67,6 +68,16 @@ def size(bytes_: float) -> str:
 def count(n: int, thing: str) -> str:
     """``1 node``, ``2 nodes``."""
     return f"{n} {thing}" + ("" if n == 1 else "s")
+
+
+def known(number: int | None) -> str:
+    """A count, or ``?``."""
+    return "?" if number is None else str(number)
+
+
+def few(names: Sequence[object], most: int) -> str:
+    """``a, b, c``; ``a, b, …`` if there are more than ``most``."""
+    return ", ".join(map(str, names[:most])) + (", …" if len(names) > most else "")
 
 
 def short(text: str) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from redelastic.cli.output import event_table, moment, phase_style, styled
-from redelastic.monitoring.wording import clean, count, duration, short, size
+from redelastic.monitoring.wording import clean, count, duration, known, short, size
 
 Document = Mapping[str, Any]
 
@@ -201,8 +201,7 @@ def _names(nodes: Sequence[Document]) -> dict[str, str]:
 
 def _worker_name(worker: Document) -> str:
     parts = [f"{name} {worker[name]}" for name in ("rank", "pid") if worker[name] is not None]
-    number = "?" if worker["local_rank"] is None else worker["local_rank"]
-    return f"  {number}: {', '.join(parts)}"
+    return f"  {known(worker['local_rank'])}: {', '.join(parts)}"
 
 
 # -- the table
