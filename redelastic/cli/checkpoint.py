@@ -30,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_run_argument(parser)
     add_timeout_argument(parser, "how long the workers have to save")
-    parser.add_argument(
-        "--reason", metavar="TEXT", default="", help="reason to record in the events and the nodes' logs"
-    )
+    add_reason_argument(parser)
     add_server_arguments(parser)
     add_json_argument(
         parser,
@@ -48,14 +46,18 @@ def add_timeout_argument(parser: argparse.ArgumentParser, what: str) -> None:
     )
 
 
+def add_reason_argument(parser: argparse.ArgumentParser, recorded_in: str = "the events and the nodes' logs") -> None:
+    """Add the option that says why."""
+    parser.add_argument("--reason", metavar="TEXT", default="", help=f"reason to record in {recorded_in}")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
     opened = open_run(arguments)
     end_time_limit()
     saves = opened.checkpoint(reason=arguments.reason, timeout=arguments.timeout)
-    return answer(
-        arguments, OK if saves.complete else NO, f"Run {arguments.run!r}: {save_answer(saves)}.", **fields(saves)
-    )
+    message = f"Run {arguments.run!r}: {save_answer(saves)}."
+    return answer(arguments, OK if saves.complete else NO, message, **fields(saves))
 
 
 def fields(saves: Saves | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import argparse
 
 from redelastic.monitoring.sentences import cause_document, close_answer
 
-from .checkpoint import add_timeout_argument, fields
+from .checkpoint import add_reason_argument, add_timeout_argument, fields
 from .common import OK, add_run_argument, add_server_arguments, end_time_limit, open_run
 from .output import add_json_argument, answer
 
@@ -27,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser)
     parser.add_argument("--stop", action="store_true", help="end the workers too, once they have saved")
     add_timeout_argument(parser, "with --stop: how long the workers have to save first; 0: end them at once")
-    parser.add_argument(
-        "--reason", metavar="TEXT", default="", help="reason to record in the events and the nodes' logs"
-    )
+    add_reason_argument(parser)
     add_server_arguments(parser)
     add_json_argument(
         parser,
@@ -44,8 +42,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.stop:
         end_time_limit()
     closing = opened.close(stop=arguments.stop, reason=arguments.reason, timeout=arguments.timeout)
-    message = close_answer(arguments.run, closing)
-    closed = cause_document(closing.why)
-    return answer(
-        arguments, OK, message, closed=closed, stopped=closing.stopped, before=closing.before, **fields(closing.saves)
-    )
+    state = {"closed": cause_document(closing.why), "stopped": closing.stopped, "before": closing.before}
+    return answer(arguments, OK, close_answer(arguments.run, closing), **state, **fields(closing.saves))

@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.allow_actions and token is None:
         raise ValueError("--allow-actions needs --token-file FILE: without a token any program here could end a job.")
     addresses = _resolve(arguments.host)
-    if token is None and not all(map(_is_loopback, addresses)):
+    if token is None and not all(is_loopback(str(host).partition("%")[0]) for _, (host, *_) in addresses):
         raise ValueError(
             f"--host {arguments.host} is not loopback: give --token-file FILE with a token for the browser."
         )
@@ -180,10 +180,6 @@ def _resolve(host: str) -> list[Address]:
     except OSError as e:
         raise ValueError(f"--host {host} is not an address of this machine: {e.strerror}.") from e
     return [(socket.AddressFamily(family), (address[0], *address[2:])) for family, _, _, _, address in found]
-
-
-def _is_loopback(address: Address) -> bool:
-    return is_loopback(str(address[1][0]).partition("%")[0])
 
 
 def _listen(addresses: Sequence[Address], port: int, opened: contextlib.ExitStack) -> list[socket.socket]:

@@ -9,7 +9,7 @@ from redelastic.monitoring.events import DRAIN_GRACE
 from redelastic.monitoring.sentences import drain_answer
 from redelastic.monitoring.wording import duration
 
-from .checkpoint import add_timeout_argument
+from .checkpoint import add_reason_argument, add_timeout_argument
 from .common import NO, OK, add_run_argument, add_server_arguments, open_run
 from .output import add_json_argument, answer, write_line
 
@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_run_argument(parser)
     parser.add_argument("node", metavar="NODE", help="node id, name, or rank in the round")
-    parser.add_argument(
-        "--reason", metavar="TEXT", default="", help="reason to record in the events and the nodes' logs"
-    )
+    add_reason_argument(parser)
     add_timeout_argument(parser, "how long the workers have to save")
     parser.add_argument(
         "--wait", action="store_true", help=f"wait until the node has left, for up to --timeout plus {DRAIN_GRACE:g} s"
@@ -52,15 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
     """
     asked = open_run(arguments).drain(arguments.node, reason=arguments.reason, timeout=arguments.timeout)
     node = asked.node
-    fields = {"node": node.id, "name": node.name, "rank": node.rank, "before": node.draining, "left": None}
+    fields = {"node": node.id, "name": node.name, "rank": node.rank, "before": node.draining, "asked": asked.asked}
     message = drain_answer(asked)
-    if not asked.asked:
-        return answer(arguments, NO, message, **fields, asked=False)
-    if not arguments.wait:
-        return answer(arguments, OK, message, **fields, asked=True)
+    if not asked.asked or not arguments.wait:
+        return answer(arguments, OK if asked.asked else NO, message, **fields, left=None)
     if not arguments.json:
         write_line(message)
     started = time.monotonic()
     why = asked.wait()
     message = f"Node {node.id} " + (why or f"has left, {duration(time.monotonic() - started)} later") + "."
-    return answer(arguments, NO if why else OK, message, **fields | {"left": not why}, asked=True)
+    return answer(arguments, NO if why else OK, message, **fields, left=not why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from .checkpoint import add_reason_argument
 from .common import OK, add_run_argument, add_server_arguments, open_run
 from .output import add_json_argument, answer
 
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_run_argument(parser)
     parser.add_argument("name", metavar="NAME", help="host name, as `redelastic status` shows it")
-    parser.add_argument("--reason", metavar="TEXT", default="", help="reason to record in the events")
+    add_reason_argument(parser, "the events")
     add_server_arguments(parser)
     add_json_argument(
         parser, "run, name, failures (consecutive rounds, cleared), barred (whether it was excluded), message."

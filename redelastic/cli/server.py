@@ -73,13 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
     file: Path | None = arguments.url_file
     if file is not None and (file.is_dir() or not file.parent.is_dir()):
         raise ValueError(f"--url-file {file} is a directory, or its directory does not exist: name a file.")
-    stop = threading.Event()
-    server: RedisServer | None = None
+    stop, place = threading.Event(), {"port": arguments.port, "unix_socket": arguments.unix_socket}
     with handling(_ENDINGS, lambda *_: stop.set()):  # from before the server starts until it is gone
         try:
-            server = RedisServer(port=arguments.port, unix_socket=arguments.unix_socket, data_dir=arguments.data_dir)
-            server.start()
-            with _announced(server, arguments):
+            with RedisServer(data_dir=arguments.data_dir, **place) as server, _announced(server, arguments):
                 while not stop.wait(POLL_S):
                     if server.pid is None:
                         _say("redis-server exited by itself.")
@@ -87,9 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
         except (OSError, RuntimeError) as e:
             _say(str(e))
             return NO
-        finally:
-            if server is not None:
-                server.stop()
     _say("stopped.")
     return OK
 

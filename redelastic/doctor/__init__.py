@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from types import ModuleType
@@ -53,7 +54,7 @@ def examine(endpoint: Endpoint, key_prefix: str, run_id: str = "") -> list[Findi
     except RedelasticError as e:
         found_it = "no" if isinstance(e, UnreachableError) else "yes, but it refuses the login"
         return [Finding("server", "reachable", "problem", found_it, str(e)), *examine_host(endpoint, None)]
-    try:
+    with contextlib.closing(connection):
         found = [Finding("server", "reachable", "ok", connection.name)]
         try:
             found += examine_server(connection, endpoint)
@@ -62,8 +63,6 @@ def examine(endpoint: Endpoint, key_prefix: str, run_id: str = "") -> list[Findi
         except UnreachableError as e:
             found[0] = Finding("server", "reachable", "problem", "no longer", str(e))
         return found + list(examine_host(endpoint, connection))
-    finally:
-        connection.close()
 
 
 def _trial() -> ModuleType | None:

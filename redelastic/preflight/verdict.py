@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -167,18 +167,12 @@ def _judge_links(
     """Judge hosts by their links; adds the best of each host's links to ``figures``, and medians to ``medians``."""
     working = [link for link in tried if not link.error]
     errors = {end: link.error for link in tried if link.error for end in (link.hosts, link.hosts[::-1])}
-    both = [Edge(*end, float(not link.error)) for link in tried for end in (link.hosts, link.hosts[::-1])]
-    hosts, _, unexplained = _blame(both, 0.5, higher_is_better=True)
+    hosts, _, unexplained = _blame(_ways(tried, lambda link: 2 * (float(not link.error),)), 0.5, higher_is_better=True)
     outliers = [
         Outlier(host, "link", reason=next(error for end, error in errors.items() if end[0] == host)) for host in hosts
     ]
     links = [BadLink(*edge[:2], "link", reason=errors[edge[:2]]) for edge in unexplained if edge.source < edge.target]
-    sent = [
-        Edge(source, target, value)
-        for link in working
-        for (source, target), value in zip((link.hosts, link.hosts[::-1]), link.sent, strict=True)
-    ]
-    round_trips = [Edge(*end, link.latency) for link in working for end in (link.hosts, link.hosts[::-1])]
+    sent, round_trips = _ways(working, lambda link: link.sent), _ways(working, lambda link: 2 * (link.latency,))
     for names, edges in ((OF_LINKS[:2], sent), (OF_LINKS[2:], round_trips)):
         if not edges:
             continue
@@ -201,6 +195,12 @@ def _judge_links(
             if len(names) > 1 or edge.source < edge.target  # a latency is the same both ways
         ]
     return outliers, links
+
+
+def _ways(links: Iterable[Link], values: Callable[[Link], Sequence[float]]) -> list[Edge]:
+    """Both ways of each link, the first host's first."""
+    ways = ((end, value) for e in links for end, value in zip((e.hosts, e.hosts[::-1]), values(e), strict=True))
+    return [Edge(*end, value) for end, value in ways]
 
 
 def _blame(edges: Sequence[Edge], limit: float, *, higher_is_better: bool) -> tuple[list[int], list[int], list[Edge]]:
