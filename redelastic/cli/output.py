@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from redelastic.logs import say
@@ -61,12 +62,11 @@ def open_console() -> Console:
 
 def moment(at: float, *, full: bool) -> str:
     """A local time of day, with the date if ``full`` or if it is not today."""
-    at = round(at, 3)
     try:
-        day, of_day = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)).split()
+        local = datetime.fromtimestamp(round(at, 3))  # noqa: DTZ006  # in this machine's time zone
     except (OverflowError, ValueError, OSError):  # a made-up id
         return f"@{at:.3f}"
-    clock = f"{of_day}.{round(at % 1 * 1000):03d}"
+    day, clock = local.isoformat(" ", "milliseconds").split()
     return f"{day} {clock}" if full or day != time.strftime("%Y-%m-%d") else clock
 
 

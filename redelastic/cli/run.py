@@ -89,10 +89,9 @@ def _run(argv: Sequence[str]) -> int:
             _make_log_dir(arguments)
             _place(arguments, opened)
             config, entrypoint, args = torchrun.config_from_args(arguments)
-            if arguments.node_name is not None:
-                config.rdzv_configs["node_name"] = arguments.node_name
-            if arguments.join_secret_file is not None:
-                config.rdzv_configs["join_secret_file"] = arguments.join_secret_file
+            for name in ("node_name", "join_secret_file"):
+                if (value := getattr(arguments, name)) is not None:
+                    config.rdzv_configs[name] = value
             config.rdzv_configs.update(admission(arguments, config.rdzv_configs))
             more: dict[str, Any] = {
                 "preflight": preflight_options(arguments),

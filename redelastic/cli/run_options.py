@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -225,16 +226,10 @@ def agent_options(arguments: argparse.Namespace) -> AgentOptions:
         arguments.max_restarts = arguments.max_job_restarts or 0
     checks: list[str] = arguments.health_check or os.environ.get("PET_HEALTH_CHECK", "disk").split(",")
     arguments.health_check = checks
-    given: dict[str, Any] = {
-        name: getattr(arguments, name)
-        for name in (
-            *("drain_timeout", "drain_file", "hang_timeout", "hang_start_timeout", "max_job_restarts"),
-            *("max_idle_restarts", "max_failed_rounds", "exclude", "health_command", "health_timeout"),
-            *("health_port", "health_host", "share_gpus", "share_logs", "survive", "park_timeout"),
-        )
-    }
     modules = tuple(name.strip() for name in (arguments.preload or "").split(",") if name.strip())
-    return AgentOptions(health_checks=tuple(c for c in checks if c != "none"), preload=modules, **given)
+    read: dict[str, Any] = {"health_checks": tuple(c for c in checks if c != "none"), "preload": modules}
+    given = {f.name: getattr(arguments, f.name) for f in fields(AgentOptions) if f.name not in read}
+    return AgentOptions(**read, **given)
 
 
 def preflight_options(arguments: argparse.Namespace) -> Options | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -276,9 +276,9 @@ def document(failure: RoundFailure | None) -> documents.Failure | None:
     """The failure as JSON; ``lines``, the same in words; None if there is none."""
     if failure is None:
         return None
-    worker: dict[str, Any] = {f.name: None for f in fields(kinds.WorkerFailure) if f.name not in _NOT_THE_WORKERS}
+    worker: dict[str, Any] = dict.fromkeys(_OF_WORKER)
     if isinstance(failure.cause, kinds.WorkerFailure):
-        worker = {name: getattr(failure.cause, name) for name in worker}
+        worker = failure.cause.of_worker()
     found = {
         "epoch": failure.epoch,
         "time": failure.time,
@@ -288,12 +288,12 @@ def document(failure: RoundFailure | None) -> documents.Failure | None:
         "log": failure.log,
         "waits": failure.waits,
         "others": [{"node": one.node, "follows": one.follows, "text": sentence(one)} for one in failure.others],
-        **{name: value for name, value in asdict(failure).items() if name in _AS_THEY_ARE},
+        **{name: getattr(failure, name) for name in _AS_THEY_ARE},
         "ended": cause_document(failure.ended),
         "lines": [list(line) for line in lines(failure)],
     }
     return cast("documents.Failure", found)
 
 
-_NOT_THE_WORKERS: Final = frozenset(f.name for f in fields(Event))
-_AS_THEY_ARE: Final = frozenset({"stopped", "charged", "excluded", "next_epoch", "down"})
+_OF_WORKER: Final = tuple(kinds.WorkerFailure(event="").of_worker())  # fields
+_AS_THEY_ARE: Final = ("stopped", "charged", "excluded", "next_epoch", "down")

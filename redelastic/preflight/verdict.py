@@ -102,8 +102,8 @@ def judge(hosts: int, steps: Sequence[Step], required: Mapping[str, float] | Non
     figures: dict[int, dict[str, float]] = {host: {} for host in range(hosts)}
     medians: dict[str, float] = {}
     own = next((step.reports for step in steps if step.kind == "own"), {})
-    names = dict.fromkeys(name for report in own.values() for name in report)
-    for name in (name for name in names if name.partition(":")[0] in MEASURES):
+    names = (name for report in own.values() for name in report if name.partition(":")[0] in MEASURES)
+    for name in dict.fromkeys(names):
         values = {host: value for host, report in own.items() if (value := number(report, name))}
         for host, value in values.items():
             figures[host][name] = value
