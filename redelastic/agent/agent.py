@@ -7,13 +7,14 @@ import logging
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_all_start_methods, resource_tracker
 from typing import Any, Final
 
+from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.health_check_server import HealthCheckServer
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -27,6 +28,7 @@ from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Closed, Event, Failed, Launched, Log, Started
 from redelastic.monitoring.live_logs import LiveLogs
 from redelastic.monitoring.operator import local_user
+from redelastic.monitoring.sentences import sentence
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.node import DrainedError, RunStoppedError
 from redelastic.torch_errors import torch_errors
@@ -35,13 +37,13 @@ from redelastic.workers.channels import Parked, Pause
 from redelastic.workers.drains import DrainFile, Drains
 from redelastic.workers.group import Workers
 from redelastic.workers.hangs import Hangs
-from redelastic.workers.logs import command_line, log_files
+from redelastic.workers.logs import command_of, log_files
 from redelastic.workers.processes import ProcessTree
 from redelastic.workers.relays import RelayedLogs, without_relays
 from redelastic.workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
 from redelastic.workers.warm import WarmStart, require_preloadable
 
-from .background import BackgroundReporter, Notes, repeat
+from .background import BackgroundReporter, repeat
 from .limits import Admission, Budget, log_folder
 from .monitor import NodeMonitor
 from .options import AgentOptions
@@ -141,12 +143,10 @@ class RedisElasticAgent(RegroupingAgent):
         self._warm: WarmStart | None = None
         self._owns_process = owns_process
         self._preflight = preflight
-        self._rendezvous_handler = handler
         self._node = handler.node
         self._control = RunControl(handler.backend.connection, handler.backend.keys)
-        self._workers: Workers | None = None
-        self._drains: Drains | None = None
-        self._note = Notes(self._node, self._control, spec, self._reporter.send)
+        self._workers = Workers(0, self._options, 0.0, (), self._node.watch.notify, parked={})  # none is started yet
+        self._drains: Drains  # of the round: set when its workers start
         self._admission = Admission(
             node=self._node,
             control=self._control,
@@ -213,7 +213,7 @@ class RedisElasticAgent(RegroupingAgent):
                 endpoint = HealthEndpoint(self._monitor, host=self._options.health_host, port=port)
                 endpoint.start()
                 opened.callback(endpoint.stop)
-            interval = min(1.0, self._rendezvous_handler.settings.keep_alive_interval)
+            interval = min(1.0, self._handler.settings.keep_alive_interval)
             if (path := self._options.drain_file) is not None:
                 opened.enter_context(
                     repeat(DrainFile(path, self._options.drain_timeout, self._drain).look, interval, "drain-file")
@@ -258,7 +258,7 @@ class RedisElasticAgent(RegroupingAgent):
 
     def _learn_restarts(self) -> None:
         """Read the job's restarts from Redis, which counts the other nodes' too and may have refunded one."""
-        self._monitor.count_job_restarts(self._control.restarts())
+        self._monitor.job_restarts = self._control.restarts()
 
     def _end_tree(self) -> None:
         """Kill what a shutdown cut short by a signal has left; if this is cut short too, the reaper does it."""
@@ -266,8 +266,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._tree.close()
 
     def _close_workers(self) -> None:
-        if self._workers:
-            self._workers.close()
+        self._workers.close()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._close_workers()
@@ -277,8 +276,6 @@ class RedisElasticAgent(RegroupingAgent):
 
     def _begin_time(self, worker_group: WorkerGroup) -> Earlier:
         """Count the time of the workers from here on as the new round's."""
-        if self._workers is None:
-            raise AssertionError
         return self._time.begin_round(self._workers, int(worker_group.group_rank or 0))
 
     @property
@@ -290,12 +287,11 @@ class RedisElasticAgent(RegroupingAgent):
         """Start the workers' processes; returns their pids by local rank."""
         spec = worker_group.spec
         self._gpu_memory.await_free(self._node.must_leave)
-        reporters = self._workers.reporters if self._workers else ()
         self._workers = workers = Workers(
             spec.local_world_size,
             self._options,
             self._interval,
-            reporters,
+            self._workers.reporters,
             self._node.watch.notify,
             parked=self._parked,
         )
@@ -315,8 +311,6 @@ class RedisElasticAgent(RegroupingAgent):
     def _begin_round(self, worker_group: WorkerGroup, earlier: Earlier) -> None:
         """Watch the run for this round's workers, which have started, or have survived the round before."""
         workers, rank, size = self._workers, int(worker_group.group_rank or 0), int(worker_group.group_world_size or 0)
-        if workers is None:
-            raise AssertionError
         self._drains = Drains(
             self._node,
             workers,
@@ -334,18 +328,18 @@ class RedisElasticAgent(RegroupingAgent):
         self._note(Started(size=size, rank=rank, logs=logs, **earlier._asdict()))
         if rank == 0 and not self._told_launch:
             self._told_launch = True
-            self._note(Launched(user=local_user(), command=self._command()))
+            self._note(Launched(user=local_user(), command=command_of(worker_group.spec)))
 
-    def _command(self) -> str:
-        spec = self._worker_group.spec
-        if not isinstance(spec.entrypoint, str):
-            return str(spec.get_entrypoint_name())
-        words = list(map(str, spec.args))
-        if spec.entrypoint != sys.executable:
-            words.insert(0, spec.entrypoint)
-        elif words[:1] == ["-u"]:  # torch's
-            del words[0]
-        return command_line(words, os.environ)
+    def _note(self, event: Event) -> None:
+        """Record what happens on this node, both as an event of the run and as a torch event; returns at once."""
+        spec, noted = self._worker_group.spec, replace(event, node=self._node.id)
+        self._reporter.send(lambda: self._control.note(noted))
+        torch_event = events.Event(
+            f"redelastic.{event.event}",
+            source=events.EventSource.AGENT,
+            metadata={"run_id": self._node.run_id, "node": noted.node, "role": spec.role, "reason": sentence(noted)},
+        )
+        events.record(torch_event, spec.event_log_handler)
 
     def _pause_of_round(self) -> Pause | None:
         """How this round's workers leave it after a common step; None if they cannot."""
@@ -356,9 +350,8 @@ class RedisElasticAgent(RegroupingAgent):
         super()._set_local_rank_env(worker_env, 0 if isolated else local_rank, spec)
         if isolated:
             self._assignment.isolate_worker(local_rank, worker_env)
-        if self._workers:
-            worker_env.update(self._fixed_environment)
-            worker_env.update(self._workers.environment(local_rank))
+        worker_env.update(self._fixed_environment)
+        worker_env.update(self._workers.environment(local_rank))
         worker_env[TORCH_SIGNALS] = self._torch_signals
 
     @property
@@ -377,15 +370,11 @@ class RedisElasticAgent(RegroupingAgent):
         """Send SIGTERM, then SIGKILL after ``timeout`` seconds: to the workers, then to their remaining processes."""
         timeout = self._shutdown_timeout if timeout is None else timeout
         self._monitor.allow(3 * timeout)
-        self._explain_hang()
+        self._hangs.explain(self._workers)
         roots = self._pids().values()
         shut_down(super()._shutdown, death_sig, timeout)
         if ended := self._tree.stop(roots, timeout):
             log.warning("Ended processes that the workers had left behind: %s.", ", ".join(map(str, ended)))
-
-    def _explain_hang(self) -> None:
-        if self._workers:
-            self._hangs.explain(self._workers)
 
     def _pids(self) -> dict[int, int]:
         context = self._pcontext
@@ -397,25 +386,23 @@ class RedisElasticAgent(RegroupingAgent):
     # -- the loop
 
     def _pause(self) -> float:
-        if not self._workers or not self._drains:
-            return self._interval
         # Workers that are functions end only after torch has polled their results, at its own interval.
         polls = callable(self._worker_group.spec.entrypoint)
         return min(self._interval if polls else self._workers.pause, self._drains.pause)
 
     def _check_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._act_on_requests()
-        if self._workers:
-            self._budget.await_cause(self._workers)  # before torch ends the workers that have not failed
+        self._budget.await_cause(self._workers)  # before torch ends the workers that have not failed
         result = super()._check_workers(worker_group)
-        if result.failures and self._workers:
-            if self._workers.blame.cause is None:
+        blame = self._workers.blame
+        if result.failures:
+            if blame.cause is None:
                 self._budget.await_cause(self._workers, result)
-            self._workers.blame.explain(result, self._monitor.worker_usage)
-        if result.state == WorkerState.HEALTHY and self._workers:
+            blame.explain(result, self._monitor.worker_usage)
+        if result.state == WorkerState.HEALTHY:
             group = worker_group.workers
             # A round that is over may have had its cause here: a worker that has raised, but takes long to end.
-            raised = self._workers.blame.find_raised(group) if self._node.view.nodes_waiting else None
+            raised = blame.find_raised(group) if self._node.view.nodes_waiting else None
             return raised or self._hangs.find(self._workers, group) or result
         if result.state == WorkerState.SUCCEEDED and not self._node.view.closed and self._ended_to_regroup():
             # A script may save and exit with 0 because of the request, its work unfinished. The draining node leaves,
@@ -424,18 +411,15 @@ class RedisElasticAgent(RegroupingAgent):
         return result
 
     def _ended_to_regroup(self) -> bool:
-        signalled = self._workers is not None and self._workers.signalled
-        admits = self._drains is not None and self._drains.admits
-        return signalled or admits or self._may_still_drain(self._rendezvous_handler.settings.lease)
+        return self._workers.signalled or self._drains.admits or self._may_still_drain()
 
     def _act_on_requests(self) -> None:
         """Act on requests: end if the run was stopped; have workers save; leave if this node drains."""
         # This turn of the loop may take long: torch ends the other workers, or the agent waits for a lease to expire.
-        self._monitor.allow(self._shutdown_timeout + self._rendezvous_handler.settings.lease)
+        self._monitor.allow(self._shutdown_timeout + self._handler.settings.lease)
         if self._node.view.is_stopped:
             raise RunStoppedError(self._node.run_id, self._node.view.closing)
-        if self._drains:
-            self._drains.advance()
+        self._drains.advance()
 
     def _exit_barrier(self) -> None:
         """Give processes that the ended workers have left, such as an upload, some time to finish."""
@@ -444,7 +428,7 @@ class RedisElasticAgent(RegroupingAgent):
     # -- failures
 
     def _first_failure(self) -> float | None:
-        return self._workers.first_failure if self._workers else None
+        return self._workers.first_failure
 
     def _may_restart(self, result: RunResult) -> bool:
         self._leave_if_drained()  # a signal to all processes may have ended them
@@ -459,22 +443,22 @@ class RedisElasticAgent(RegroupingAgent):
             if drain.node == self._node.id:
                 raise DrainedError(drain.node, self._node.run_id, drain.reason)
 
-    def _wait_for_loss(self, handler: RedisRendezvousHandler) -> bool:
+    def _wait_for_loss(self) -> bool:
         """Wait for a draining node too: this node's workers may fail because of it long before it leaves."""
-        lost = super()._wait_for_loss(handler)
+        lost = super()._wait_for_loss()
         self._leave_if_drained()
-        while not lost and self._may_still_drain(handler.settings.lease):
+        while not lost and self._may_still_drain():
             self._act_on_requests()
             self._node.watch.wait_for_news(self._interval)
             lost = self._node.view.member_lost
         return lost
 
-    def _may_still_drain(self, lease: float) -> bool:
+    def _may_still_drain(self) -> bool:
         """Whether a draining node may yet leave or lose its lease; one that has had the time for both never will."""
-        if not self._drains or not self._node.view.drains:
+        if not self._node.view.drains:
             return False
         self._drains.advance()  # the drains may be new to it
-        return time.monotonic() < self._drains.end + self._shutdown_timeout + lease
+        return time.monotonic() < self._drains.end + self._shutdown_timeout + self._handler.settings.lease
 
     def _give_up(self, result: RunResult, *, lost: bool) -> None:
         # A lost node explains a failure, but not that the job makes no progress. No verdict now means that another node
@@ -488,13 +472,12 @@ class RedisElasticAgent(RegroupingAgent):
 
     def _charge(self, result: RunResult, *, final: bool) -> Event | None:
         """Count a failure of the workers; returns why the job may not go on."""
-        failure = self.failure(result)
-        charged = self._budget.charge(self._workers, failure, final=final) if self._workers else None
+        charged = self._budget.charge(self._workers, self.failure(result), final=final)
         return charged.verdict if charged else None
 
     def _send_log(self, result: RunResult) -> None:
         """Send Redis the last log lines of the worker that failed first on this node."""
-        if not result.failures or not self._workers:
+        if not result.failures:
             return
         failed_at = self._first_failure() or time.monotonic()
         blame = self._workers.blame
@@ -515,6 +498,4 @@ class RedisElasticAgent(RegroupingAgent):
 
     def failure(self, result: RunResult) -> Failed:
         """Describe the failure of the worker that failed first."""
-        if self._workers is None:
-            return Failed(message=result.state.name)
         return self._workers.blame.failure(result, self._monitor.worker_usage)

@@ -7,17 +7,10 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from torch.distributed import DistNetworkError
-from torch.distributed.elastic import events
-from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from redelastic.monitoring.control import RunControl
-from redelastic.monitoring.events import Event
-from redelastic.monitoring.sentences import sentence
 from redelastic.redis.errors import RedelasticError
-from redelastic.rendezvous.node import Node
 
 log = logging.getLogger(__name__)
 
@@ -91,35 +84,3 @@ def _run(tasks: _Tasks) -> None:
             log.warning("%s", e)
         except Exception:
             log.exception("The agent could not report to Redis.")
-
-
-class Notes:
-    """Records what happens on this node, both as an event of the run and as a torch event; returns at once.
-
-    Args:
-        node: this one.
-        control: of its run.
-        spec: torch's, which names the handler of torch's events.
-        send: runs a function in the background.
-    """
-
-    def __init__(
-        self,
-        node: Node,
-        control: RunControl,
-        spec: WorkerSpec,
-        send: Callable[[Callable[[], object]], None],
-    ) -> None:
-        self._node, self._control, self._spec, self._send = node, control, spec, send
-
-    def __call__(self, event: Event) -> None:
-        """Record an event of this node."""
-        noted = replace(event, node=self._node.id)
-        self._send(lambda: self._control.note(noted))
-        metadata = {"run_id": self._node.run_id, "node": noted.node, "role": self._spec.role}
-        torch_event = events.Event(
-            f"redelastic.{event.event}",
-            source=events.EventSource.AGENT,
-            metadata={**metadata, "reason": sentence(noted)},
-        )
-        events.record(torch_event, self._spec.event_log_handler)

@@ -54,12 +54,14 @@ class EndExchange:
         while not (self.done or self._over.is_set()):
             try:
                 self._store.set(ended[self._rank], b"")
-                if _wait(self._store, awaited):
-                    if self._rank == 0:
-                        self._store.set("redelastic/exited", b"")
-                    self.done = True
+                self._store.wait(awaited, ENDS_TIMEOUT)
+                if self._rank == 0:
+                    self._store.set("redelastic/exited", b"")
+                self.done = True
             except RoundBrokenError:  # noqa: PERF203  # this node regroups with the others
                 return
+            except DistStoreError:
+                pass  # they have not ended yet
             except DistNetworkError as e:
                 if not self._is_patient():
                     log.warning(
@@ -68,13 +70,3 @@ class EndExchange:
                     self.done = True
                 self._over.wait(RETRY_PAUSE)  # Redis may refuse at once
         self._notify()
-
-
-def _wait(store: RedisStore, keys: list[str]) -> bool:
-    try:
-        store.wait(keys, ENDS_TIMEOUT)
-    except RoundBrokenError:
-        raise
-    except DistStoreError:  # not yet
-        return False
-    return True

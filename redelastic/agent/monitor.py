@@ -50,6 +50,9 @@ class NodeMonitor:
         control: of the node's run.
         training_time: to keep up to date.
         live_logs: requests for logs, to answer; None if the run's logs are not shared.
+
+    Attributes:
+        job_restarts: how often the whole job has been restarted.
     """
 
     def __init__(
@@ -75,7 +78,8 @@ class NodeMonitor:
         self._gpus_hidden = why_hidden()
         self._workers: Workers | None = None
         self._drains: Drains | None = None
-        self._starts = self._job_restarts = 0
+        self.job_restarts = 0
+        self._starts = 0
         self._due_by = math.inf  # when the agent's loop must have begun its next turn, on the monotonic clock
 
     # -- what the agent says
@@ -92,10 +96,6 @@ class NodeMonitor:
             drains: of the round.
         """
         self._drains = drains
-
-    def count_job_restarts(self, restarts: int) -> None:
-        """The whole job has been restarted so often."""
-        self._job_restarts = restarts
 
     def allow(self, seconds: float) -> None:
         """Expect the loop's next turn within ``seconds``; ``STALL_TIMEOUT`` later the loop counts as dead."""
@@ -202,7 +202,7 @@ class NodeMonitor:
         status = {**base, **self._own_state(), "agent": "redelastic"}
         status |= {"shares_logs": True} if self._live_logs else {}
         status |= {"gpus_hidden": self._gpus_hidden} if self._gpus_hidden else {}
-        status |= {"restarts": max(0, self._starts - 1), "job_restarts": self._job_restarts, **usage, **self._gpu_usage}
+        status |= {"restarts": max(0, self._starts - 1), "job_restarts": self.job_restarts, **usage, **self._gpu_usage}
         described = [workers.describe(worker) for worker in self._group.workers] if workers and workers.pids else []
         return {**status, "workers": [{**one, **each.get(str(one["local_rank"]), {})} for one in described]}
 

@@ -42,10 +42,7 @@ UNINTERRUPTIBLE_TIMEOUT: Final = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
 
 class RegroupingAgent(LocalElasticAgent):
-    """Torch's ``LocalElasticAgent``, with the same arguments.
-
-    With another handler than redelastic's it behaves as torch's agent does.
-    """
+    """Torch's ``LocalElasticAgent``, with the same arguments; with another handler than redelastic's it is torch's."""
 
     _charged = False  # whether a restart was spent on workers that failed in this round
     _exchange: Exchange | None = None  # of this round
@@ -55,16 +52,18 @@ class RegroupingAgent(LocalElasticAgent):
     _interval = 0.0  # between checks of the workers, in seconds
     _exit_limit: float | None = None  # for the other nodes' workers to end after this node's, in seconds
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        if self._handler is not None:
-            self._logs_specs: Any = FolderPerRound(self._logs_specs)
-            self._exit_limit = exit_barrier_timeout(None)
+    def __new__(cls, spec: WorkerSpec, *args: Any, **more: Any) -> Any:
+        """Make torch's agent if torchrun runs a job of another rendezvous in this process."""
+        if cls is RegroupingAgent and not isinstance(spec.rdzv_handler, RedisRendezvousHandler):
+            return LocalElasticAgent(spec, *args, **more)
+        return super().__new__(cls)
 
-    @property
-    def _handler(self) -> RedisRendezvousHandler | None:
-        handler = self._worker_group.spec.rdzv_handler
-        return handler if isinstance(handler, RedisRendezvousHandler) else None
+    def __init__(self, spec: WorkerSpec, *args: Any, **more: Any) -> None:
+        super().__init__(spec, *args, **more)
+        handler: Any = spec.rdzv_handler
+        self._handler: RedisRendezvousHandler = handler
+        self._logs_specs: Any = FolderPerRound(self._logs_specs)
+        self._exit_limit = exit_barrier_timeout(None)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Join a round; if it breaks while roles are exchanged through its store, join the next one.
@@ -80,7 +79,7 @@ class RegroupingAgent(LocalElasticAgent):
                 done = True
             except RoundBrokenError as e:
                 log.warning("%s", e)
-            lost = lost or (self._handler is not None and self._handler.node.view.nodes_lost > 0)
+            lost = lost or self._handler.node.view.nodes_lost > 0
         if self._charged and lost:
             self._remaining_restarts += 1
         self._charged = False
@@ -88,8 +87,6 @@ class RegroupingAgent(LocalElasticAgent):
     def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> Any:
         if self._exchange is not None:
             self._exchange.close()
-        if self._handler is None or not isinstance(store, RedisStore):
-            return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
         self._exchange = Exchange(store)
         workers = super()._assign_worker_ranks(self._exchange, group_rank, group_world_size, spec)
         if group_rank == 0 and group_world_size > 1:
@@ -102,23 +99,22 @@ class RegroupingAgent(LocalElasticAgent):
         A roll call separates workers that failed because a node was lost from workers that failed on their own. With no
         restart left the agent would exit, and the job with it; so it waits for the verdict first.
         """
-        failed_at = None
-        if self._handler is not None:
-            self._handler.node.watch.wait_for_news(self._pause())
-            failed_at = self._first_failure()  # now: torch may take long to end the node's other workers
-            if failed_at is not None:
-                self._handler.node.call_roll(failed_at)
+        node = self._handler.node
+        node.watch.wait_for_news(self._pause())
+        failed_at = self._first_failure()  # now: torch may take long to end the node's other workers
+        if failed_at is not None:
+            node.call_roll(failed_at)
         result = self._check_workers(worker_group)
         if result.state == WorkerState.FAILED:
-            if self._handler is not None and failed_at is None:
-                self._handler.node.call_roll(time.monotonic())
+            if failed_at is None:
+                node.call_roll(time.monotonic())
             self._charged = self._may_restart(result)
-            if not self._charged and self._handler is not None:
-                lost = self._wait_for_loss(self._handler)
+            if not self._charged:
+                lost = self._wait_for_loss()
                 self._give_up(result, lost=lost)
                 if lost:
                     return RunResult(state=WorkerState.HEALTHY)  # num_nodes_waiting() is above 0: the agent regroups
-        if result.state == WorkerState.SUCCEEDED and self._handler is not None and not self._is_end_of_round(result):
+        if result.state == WorkerState.SUCCEEDED and not self._is_end_of_round(result):
             return RunResult(state=WorkerState.HEALTHY)
         return result
 
@@ -135,7 +131,7 @@ class RegroupingAgent(LocalElasticAgent):
         """
         handler, group = self._handler, self._worker_group
         rank, size = int(group.group_rank or 0), int(group.group_world_size or 0)
-        if handler is None or size <= 1:
+        if size <= 1:
             return True
         if closing := handler.node.view.closing:
             if is_fault(closing):
@@ -168,16 +164,14 @@ class RegroupingAgent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Skip torch's barrier: :meth:`_is_end_of_round` has waited until all nodes' workers have ended."""
-        if self._handler is None:
-            super()._exit_barrier()
 
     def _first_failure(self) -> float | None:
         """When the first worker failed, on the monotonic clock in seconds; None if none did or it is unknown."""
         return None
 
-    def _wait_for_loss(self, handler: RedisRendezvousHandler) -> bool:
+    def _wait_for_loss(self) -> bool:
         """Wait until the loss of another node is known; returns whether one is lost."""
-        return handler.wait_for_loss()
+        return self._handler.wait_for_loss()
 
     def _pause(self) -> float:
         """How many seconds to wait for news before checking the workers again."""
@@ -190,13 +184,11 @@ class RegroupingAgent(LocalElasticAgent):
         try:
             result: RunResult = super()._monitor_workers(worker_group)
         except (ValueError, LookupError, TypeError, AttributeError):
-            if self._handler is None or not isinstance(self._pcontext, SubprocessContext):
+            if not isinstance(self._pcontext, SubprocessContext):
                 raise
             remove_torn_errors(self._pcontext)
             result = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.UNHEALTHY and self._handler is not None:
-            return _failed(worker_group.workers)
-        return result
+        return _failed(worker_group.workers) if result.state == WorkerState.UNHEALTHY else result
 
     def _may_restart(self, result: RunResult) -> bool:  # noqa: ARG002
         """Whether workers that have failed may be restarted."""
@@ -212,24 +204,22 @@ class RegroupingAgent(LocalElasticAgent):
         """
         spec = self._worker_group.spec
         self._interval = spec.monitor_interval
-        if self._handler is not None:
-            spec.monitor_interval = 0.0  # torch's loop would sleep instead of waiting for news
+        spec.monitor_interval = 0.0  # torch's loop would sleep instead of waiting for news
         try:
             result: RunResult | None = super().run(role)
         except BaseException:
-            if self._handler is not None:  # torch's launcher shuts the handler down as if the job had finished
-                self._handler.ending = Left(cause="exited"), "goes on"
+            # torch's launcher shuts the handler down as if the job had finished
+            self._handler.ending = Left(cause="exited"), "goes on"
             raise
         finally:
             self._forget_end()
             spec.monitor_interval = self._interval
-        if result is None and self._handler is not None:
+        if result is None:
             return RunResult(state=WorkerState.SUCCEEDED)
-        if result is not None:
-            fill_in_exit_codes(result, self._pcontext)
-            if result.is_failed() and self._handler is not None:
-                self._handler.ending = Left(cause="failed"), "closes"
-        return result  # type: ignore[return-value]
+        fill_in_exit_codes(result, self._pcontext)
+        if result.is_failed():
+            self._handler.ending = Left(cause="failed"), "closes"
+        return result
 
 
 def _failed(workers: Sequence[Worker]) -> RunResult:

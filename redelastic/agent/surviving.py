@@ -78,7 +78,7 @@ class SurvivingAgent(RedisElasticAgent):
         """Wait until all workers are ready, one has ended, or this node is to leave."""
         warn_at = time.monotonic() + LONG_WAIT
         workers = self._workers
-        while workers and workers.pids.keys() - workers.parked.keys():
+        while workers.pids.keys() - workers.parked.keys():
             if self._node.must_leave() or any(map(workers.ended, workers.pids)):
                 return
             if time.monotonic() > warn_at:
@@ -142,7 +142,7 @@ class SurvivingAgent(RedisElasticAgent):
         worker_group.state = WorkerState.STOPPED
         self._keeps = False
         with contextlib.suppress(RedelasticError):  # it is out once its lease expires
-            self._node.leave(Left(cause="restarts"), timeout=self._rendezvous_handler.settings.lease)
+            self._node.leave(Left(cause="restarts"), timeout=self._handler.settings.lease)
         try:
             self._initialize_workers(worker_group)
         except RunStoppedError:
@@ -153,9 +153,9 @@ class SurvivingAgent(RedisElasticAgent):
     def _park(self) -> bool:
         """Have all workers leave the round; returns whether all have, within the time that they have for it."""
         channels, workers = self._channels, self._workers
-        if channels is None or workers is None:
+        if channels is None:
             return False
-        self._explain_hang()
+        self._hangs.explain(workers)
         channels.abort(self._epoch)
         deadline = time.monotonic() + self._options.park_timeout
         while missing := workers.pids.keys() - workers.parked.keys():
@@ -180,24 +180,22 @@ class SurvivingAgent(RedisElasticAgent):
         """
         result = super()._check_workers(worker_group)
         left = self._left_by_themselves()
-        if result.state != WorkerState.HEALTHY or not left or self._rendezvous_handler.num_nodes_waiting():
+        if result.state != WorkerState.HEALTHY or not left or self._handler.num_nodes_waiting():
             return result
         first = min(left.values(), key=lambda parked: parked.at)
         if self._called_roll_in != self._epoch:
             self._called_roll_in = self._epoch
             self._node.call_roll(first.at)
-        if time.monotonic() - first.at <= self._rendezvous_handler.settings.lease + DETECTION:
+        if time.monotonic() - first.at <= self._handler.settings.lease + DETECTION:
             return result
         workers = worker_group.workers
         result = failed_alive({workers[rank]: Failed(message=parked.why) for rank, parked in left.items()})
-        if self._workers:
-            self._budget.await_cause(self._workers, result)
+        self._budget.await_cause(self._workers, result)
         return result
 
     def _left_by_themselves(self) -> dict[int, Parked]:
-        parked = dict(self._workers.parked) if self._workers else {}
-        return {rank: one for rank, one in parked.items() if not one.paused}
+        return {rank: one for rank, one in dict(self._workers.parked).items() if not one.paused}
 
     def _ended_to_regroup(self) -> bool:
         """Workers end with 0 when all have finished; for a request they pause, unless the script handles its signal."""
-        return self._workers is not None and self._workers.signalled
+        return self._workers.signalled

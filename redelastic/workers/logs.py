@@ -7,9 +7,13 @@ import os
 import re
 import shlex
 import stat
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 TAIL: Final = 4096  # of a log, in characters
 STDOUT_TAIL: Final = 1024  # of a worker's stdout that is not the log itself, in characters
@@ -121,6 +125,18 @@ def last_lines(path: str, start: int = 0) -> str:
     log = Path(path)
     out = tail(str(log.with_name("stdout.log")), STDOUT_TAIL) if log.name == "stderr.log" else ""
     return "\n".join(filter(None, (out and f"stdout.log:\n{out}\n{log.name}:", tail(path, start=start))))
+
+
+def command_of(spec: WorkerSpec) -> str:
+    """The workers' command as one types it, without this interpreter and the option that torch gives it."""
+    if not isinstance(spec.entrypoint, str):
+        return str(spec.get_entrypoint_name())
+    words = list(map(str, spec.args))
+    if spec.entrypoint != sys.executable:
+        words.insert(0, spec.entrypoint)
+    elif words[:1] == ["-u"]:
+        del words[0]
+    return command_line(words, os.environ)
 
 
 def command_line(words: Sequence[str], environ: Mapping[str, str]) -> str:
