@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerState
 
+from redelastic.host.gpu_usage import GpuUsage
 from redelastic.host.gpus import Gpu, why_hidden
 from redelastic.host.telemetry import Telemetry, bounded, trees
 from redelastic.monitoring.control import RunControl
@@ -70,7 +71,7 @@ class NodeMonitor:
         self._node, self._control, self._group, self._admission = node, control, group, admission
         self._watchdog_progress, self._time, self._live_logs = watchdog_progress, training_time, live_logs
         # Each has a thread of its own: NVML may not answer for minutes, and the reaper must learn of new processes.
-        self._processes, self._gpus = Telemetry(), Telemetry(gpus)
+        self._processes, self._gpus = Telemetry(), GpuUsage(gpus)
         self._watches_gpus = bool(gpus)
         self._usage: dict[str, Any] = {}  # of the processes: the newest sample
         self._gpu_usage: dict[str, Any] = {}
@@ -148,8 +149,8 @@ class NodeMonitor:
                 live_logs.answer(self._node.id, LiveLog(local_rank, blame.logs.get(local_rank, ""), lines))
 
     def _sample_gpus(self) -> None:
-        sample = self._gpus.sample({})
-        self._gpu_usage = {name: sample[name] for name in ("gpus",) if name in sample}
+        sampled = self._gpus.sample()
+        self._gpu_usage = {"gpus": sampled} if sampled else {}
         self._nvml_answered_at = time.monotonic()
 
     def _forget_silent_gpus(self) -> None:

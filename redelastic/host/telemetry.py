@@ -1,4 +1,4 @@
-"""The usage of a node's processes and GPUs, for its heartbeat: cheap, small, and never in the way of training."""
+"""The usage of a node's processes, for its heartbeat: cheap, small, and never in the way of training."""
 
 from __future__ import annotations
 
@@ -6,42 +6,28 @@ import contextlib
 import json
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import psutil
 
-from redelastic.monitoring.records import APPLICATION_XIDS
-
-from .amd import AmdGpu, list_amd_gpus
-from .devices import handle_of, open_nvml
-from .gpus import Gpu
-
 STATUS_LIMIT: Final = 8192  # of a node's status, in bytes
 CUT_TEXT_LENGTH: Final = 64  # of a text that is cut to fit the limit, in characters
-XIDS_AT_ONCE: Final = 100  # the most that one sample reads from a GPU: one that keeps failing must not delay it
 
 Times = dict[tuple[int, float], tuple[float, float]]  # process -> its own CPU seconds, and its reaped children's
 
 
 class Telemetry:
-    """Samples what a node uses.
-
-    Use it from one thread, which nothing waits for: NVML has been seen to hang for seconds, and ``sample`` hangs with
-    it, without holding a lock.
+    """Samples what a node's processes use; from one thread.
 
     Args:
-        gpus: to watch: ``Assignment.visible``; if NVML knows none of them, all of the host that AMD's driver shows.
         clock: monotonic, in seconds.
     """
 
-    def __init__(self, gpus: Sequence[Gpu] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._sampled_at: float | None = None
         self._workers: dict[int, Times] = {}
-        self._gpus = gpus
-        self._watched: Sequence[_WatchedGpu | AmdGpu] | None = None  # None until the first sample: a driver may be slow
 
     def sample(self, trees: Mapping[int, Sequence[psutil.Process]]) -> dict[str, Any]:
         """Sample what is used now.
@@ -55,12 +41,7 @@ class Telemetry:
             - ``cpu``: of all workers since the last sample, in percent of one core;
             - ``memory``: of all workers, in bytes; see below;
             - ``memory_available``, ``memory_total``: of the host (not of a container's limit), in bytes;
-            - ``workers``: local rank as a string -> ``{"cpu", "memory"}`` of that worker and its descendants;
-            - ``gpus``, if there are any to watch: each ``{"index", "uuid", "name", "memory_used", "memory_total"
-              (bytes), "utilization" (percent), "temperature" (°C), "ecc" (uncorrected errors since the driver was
-              loaded), "xid" (critical errors of GPU or driver since the first sample; with MIG, of the whole GPU),
-              "xids" (Xid number as a string -> how many, including an application's)}``, or ``{"index", "lost": true}``
-              for one that has fallen off the bus.
+            - ``workers``: local rank as a string -> ``{"cpu", "memory"}`` of that worker and its descendants.
 
         The memory of a tree is the sum of what each process has resident for itself (RSS without files and shared
         memory), plus, once, the largest amount that any of them shares. A plain sum of RSS would count torch's
@@ -85,10 +66,6 @@ class Telemetry:
         with contextlib.suppress(psutil.Error, OSError, ValueError):  # /proc may be hidden from this user
             host = psutil.virtual_memory()
             sample.update(memory_available=host.available, memory_total=host.total)
-        if self._watched is None:
-            self._watched = _watch(self._gpus)
-        if self._watched:
-            sample["gpus"] = [gpu.sample() for gpu in self._watched]
         return sample
 
 
@@ -148,85 +125,6 @@ def _used(now: Times, last: Times) -> float:
     handed_over = sum(max(0.0, c - last.get(process, (0.0, 0.0))[1]) for process, (_, c) in now.items())
     counted = sum(o + c for process, (o, c) in last.items() if process not in now)
     return own + max(0.0, handed_over - counted)
-
-
-# -- GPUs
-
-
-def _watch(gpus: Sequence[Gpu]) -> Sequence[_WatchedGpu | AmdGpu]:
-    known = [gpu for gpu in gpus if gpu.index is not None]
-    nvml = open_nvml() if known else None
-    if nvml is not None:
-        return [_WatchedGpu(nvml, gpu) for gpu in known]
-    return list_amd_gpus() if gpus else []
-
-
-class _WatchedGpu:
-    """One GPU or MIG device; an error of NVML costs the one field that it concerns, since many models lack some.
-
-    Its handle is kept: a lookup can fail because of another GPU.
-    """
-
-    def __init__(self, nvml: Any, gpu: Gpu) -> None:
-        self._nvml = nvml
-        self._gpu = gpu
-        self._handle: Any = None
-        self._xids: Counter[int] = Counter()
-        self._events: Any = None
-        self._lost = False
-        with self._errors():
-            self._events = self._register()
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except self._nvml.NVMLError as e:
-            self._lost = self._lost or e.value == self._nvml.NVML_ERROR_GPU_IS_LOST
-        except AttributeError:
-            pass  # this release of pynvml has no such function
-
-    def _register(self) -> Any:
-        """Register an event set for this GPU's Xids only: once a GPU is lost, NVML cannot say whose an event is."""
-        nvml = self._nvml
-        whole = nvml.nvmlDeviceGetHandleByIndex(self._gpu.index)  # a MIG device has no events
-        events = nvml.nvmlEventSetCreate()
-        try:
-            nvml.nvmlDeviceRegisterEvents(whole, nvml.nvmlEventTypeXidCriticalError, events)
-        except nvml.NVMLError:
-            nvml.nvmlEventSetFree(events)
-            raise
-        return events
-
-    def sample(self) -> dict[str, Any]:
-        nvml, gpu = self._nvml, self._gpu
-        if self._lost:  # to NVML, a GPU that comes back is another one
-            self._handle = None
-        self._lost = False
-        found: dict[str, Any] = {"index": gpu.index}
-        found.update({key: value for key, value in (("uuid", gpu.uuid), ("name", gpu.model)) if value is not None})
-        with self._errors():
-            handle = self._handle = self._handle or handle_of(nvml, gpu.index, gpu.uuid)
-            with self._errors():
-                memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-                found.update(memory_used=memory.used, memory_total=memory.total)
-            with self._errors():
-                found["utilization"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
-            with self._errors():
-                found["temperature"] = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
-            with self._errors():
-                found["ecc"] = nvml.nvmlDeviceGetTotalEccErrors(
-                    handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-                )
-        if self._events is not None:
-            with self._errors():
-                for _ in range(XIDS_AT_ONCE):
-                    event = nvml.nvmlEventSetWait(self._events, 0)  # raises an error, timeout, if there is none
-                    self._xids[int(event.eventData)] += 1
-            found["xid"] = sum(n for xid, n in self._xids.items() if xid not in APPLICATION_XIDS)
-            if self._xids:
-                found["xids"] = {str(xid): n for xid, n in sorted(self._xids.items())}
-        return {"index": gpu.index, "lost": True} if self._lost else found
 
 
 # -- within a limit

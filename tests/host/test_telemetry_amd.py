@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from redelastic.host import amd
+from redelastic.host import gpu_usage
+from redelastic.host.gpu_usage import GpuUsage
 from redelastic.host.gpus import Gpu
-from redelastic.host.telemetry import Telemetry
 
 COUNTED = (Gpu("0"), Gpu("1"))  # as the assignment has them where NVML does not list them
 CONSTANTS = {
@@ -73,14 +73,14 @@ class FakeAmdSmi:
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A host with AMD's driver."""
-    monkeypatch.setattr(amd, "DRIVER", tmp_path / "kfd")
-    amd.DRIVER.touch()
-    return amd.DRIVER
+    monkeypatch.setattr(gpu_usage, "AMD_DRIVER", tmp_path / "kfd")
+    gpu_usage.AMD_DRIVER.touch()
+    return gpu_usage.AMD_DRIVER
 
 
 def sampled(monkeypatch: pytest.MonkeyPatch, smi: Any, gpus: tuple[Gpu, ...] = COUNTED) -> Any:
     monkeypatch.setitem(sys.modules, "amdsmi", smi)
-    return Telemetry(gpus).sample({}).get("gpus")
+    return GpuUsage(gpus).sample()
 
 
 @pytest.mark.usefixtures("driver")
@@ -97,18 +97,18 @@ def test_what_a_model_does_not_have_costs_its_field_only(answer: Any, monkeypatc
 
 @pytest.mark.usefixtures("driver")
 def test_a_library_that_does_not_load_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sampled(monkeypatch, None) is None, "import amdsmi raises"
+    assert sampled(monkeypatch, None) == [], "import amdsmi raises"
     smi = FakeAmdSmi("a")
     monkeypatch.setattr(smi, "amdsmi_init", lambda: 1 / 0)
-    assert sampled(monkeypatch, smi) is None
+    assert sampled(monkeypatch, smi) == []
 
 
 def test_a_job_without_gpus_and_a_host_without_a_driver_report_none(
     driver: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert sampled(monkeypatch, FakeAmdSmi("a"), ()) is None
+    assert sampled(monkeypatch, FakeAmdSmi("a"), ()) == []
     driver.unlink()
-    assert sampled(monkeypatch, FakeAmdSmi("a")) is None
+    assert sampled(monkeypatch, FakeAmdSmi("a")) == []
 
 
 def test_the_stand_in_is_like_the_package() -> None:
