@@ -257,40 +257,34 @@ def take_apart(state: Any) -> tuple[Any, dict[Path, torch.Tensor]]:
     """Separate a state into what is no tensor, with a :class:`Hole` for each tensor, and the tensors by path."""
     tensors: dict[Path, torch.Tensor] = {}
 
-    def walk(part: Any, path: Path) -> Any:
-        if isinstance(part, torch.Tensor):
-            tensors[path] = part.detach()
-            return Hole(path, tuple(part.shape), part.dtype, part.device.type)
-        if isinstance(part, Mapping):
-            return {key: walk(value, (*path, key)) for key, value in part.items()}
-        if isinstance(part, list | tuple) and not hasattr(part, "_fields"):
-            return type(part)(walk(value, (*path, index)) for index, value in enumerate(part))
-        return part
+    def hole_for(leaf: Any, path: Path) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors[path] = leaf.detach()
+        return Hole(path, tuple(leaf.shape), leaf.dtype, leaf.device.type)
 
-    return walk(state, ()), tensors
+    return _with_leaves(state, hole_for), tensors
 
 
 def put_together(skeleton: Any, tensors: Mapping[Path, torch.Tensor]) -> Any:
     """The opposite of :func:`take_apart`."""
-    if isinstance(skeleton, Hole):
-        return tensors[skeleton.path]
-    if isinstance(skeleton, dict):
-        return {key: put_together(value, tensors) for key, value in skeleton.items()}
-    if isinstance(skeleton, list | tuple) and not hasattr(skeleton, "_fields"):
-        return type(skeleton)(put_together(value, tensors) for value in skeleton)
-    return skeleton
+    return _with_leaves(skeleton, lambda leaf, _: tensors[leaf.path] if isinstance(leaf, Hole) else leaf)
 
 
-def _holes(skeleton: Any) -> Iterator[Hole]:
+def _holes(skeleton: Any) -> list[Hole]:
     """All holes, in the order in which :func:`take_apart` met them."""
-    if isinstance(skeleton, Hole):
-        yield skeleton
-    elif isinstance(skeleton, dict):
-        for value in skeleton.values():
-            yield from _holes(value)
-    elif isinstance(skeleton, list | tuple) and not hasattr(skeleton, "_fields"):
-        for value in skeleton:
-            yield from _holes(value)
+    leaves: list[Any] = []
+    _with_leaves(skeleton, lambda leaf, _: leaves.append(leaf))
+    return [leaf for leaf in leaves if isinstance(leaf, Hole)]
+
+
+def _with_leaves(part: Any, replacement: Callable[[Any, Path], object], path: Path = ()) -> Any:
+    """A copy of a state's mappings, lists and tuples, in which each other part is ``replacement(part, path)``."""
+    if isinstance(part, Mapping):
+        return {key: _with_leaves(value, replacement, (*path, key)) for key, value in part.items()}
+    if isinstance(part, list | tuple) and not hasattr(part, "_fields"):
+        return type(part)(_with_leaves(value, replacement, (*path, index)) for index, value in enumerate(part))
+    return replacement(part, path)
 
 
 def fingerprint(state: Any) -> str:
