@@ -48,28 +48,20 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_HOMES = {
-    "AgentOptions": "agent.options",
-    "RedisElasticAgent": "agent.agent",
-    "RedisRendezvousBackend": "rendezvous.backend",
-    "create_backend": "rendezvous.backend",
-    "RedisRendezvousHandler": "rendezvous.handler",
-    "create_handler": "rendezvous.handler",
-    "handler_from_url": "rendezvous.handler",
-    "register_init_method": "rendezvous.init_method",
-    "RedisServer": "redis.server",
-    "RedisStore": "store",
-    "RoundBrokenError": "store",
-    "Run": "monitoring.operator",
-    "Round": "survival.loop",
-    "survive": "survival.loop",
-    "State": "survival.state",
-    "Save": "worker",
-    "begin_save": "worker",
-    "phase": "worker",
-    "progress": "worker",
-    "should_checkpoint": "worker",
+_NAMES = {
+    "agent.agent": "RedisElasticAgent",
+    "agent.options": "AgentOptions",
+    "monitoring.operator": "Run",
+    "redis.server": "RedisServer",
+    "rendezvous.backend": "RedisRendezvousBackend create_backend",
+    "rendezvous.handler": "RedisRendezvousHandler create_handler handler_from_url",
+    "rendezvous.init_method": "register_init_method",
+    "store": "RedisStore RoundBrokenError",
+    "survival.loop": "Round survive",
+    "survival.state": "State",
+    "worker": "Save begin_save phase progress should_checkpoint",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if "REDELASTIC_WORKER" in os.environ:  # set by an agent, which may ask a worker for its stacks before its first call
     import_module(".worker", __name__)
