@@ -30,7 +30,7 @@ from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.store.exchange import Exchange
 from redelastic.torch_internals import exit_barrier_timeout, replace_agent_of_launcher
 from redelastic.workers.blame import failed_alive, fill_in_exit_codes
-from redelastic.workers.last_words import error_in
+from redelastic.workers.deaths import error_in
 from redelastic.workers.stacks import state_of
 
 from .exchange import EndExchange

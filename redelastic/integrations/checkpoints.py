@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from redelastic.workers.last_words import names_a_peer
+from redelastic.workers.deaths import names_a_peer
 
 MARK: Final = ".redelastic-failed.json"  # in the folder: the checkpoints that could not be loaded in a run
 RUN: Final = "TORCHELASTIC_RUN_ID"

@@ -18,8 +18,7 @@ from redelastic.monitoring.events import Failed
 from redelastic.monitoring.sentences import idleness, out_of_memory
 from redelastic.torch_internals import exit_codes
 
-from .deaths import Deaths, signal_name
-from .last_words import Error, error_in, last_exception, names_a_peer
+from .deaths import Deaths, Error, error_in, last_exception, names_a_peer, signal_name
 from .logs import last_lines, own_log, redacted, tail
 from .relays import FLUSH_TIMEOUT, Relay
 
@@ -174,11 +173,11 @@ class Blame:
         if isinstance(failure, LiveFailure):
             return replace(failure.failed, **worker, follows=self._follows or failure.failed.follows)
         # An uncaught exception ends Python with 1, and C++ with SIGABRT; other logs may end with one that was handled.
-        words = self._last_words(failure.local_rank) if failure.exitcode in {1, -signal.SIGABRT} else ""
+        raised = failure.exitcode in {1, -signal.SIGABRT} or (failure.exitcode > 0 and self._error(failure.local_rank))
+        words = self._last_words(failure.local_rank) if raised else ""
         if failure.exitcode < 0:
             how = {"signal": signal_name(-failure.exitcode), **self._starved(failure, usage)}
             return Failed(**worker, **how, message=words, follows=self._follows)
-        words = _safe(_message(failure)) or words
         return Failed(**worker, exit_code=failure.exitcode, message=words, follows=self._follows)
 
     def first_of(self, result: RunResult) -> tuple[int, ProcessFailure]:
@@ -208,14 +207,6 @@ class Blame:
 
 def _safe(words: str) -> str:
     return redacted(words, os.environ)
-
-
-def _message(failure: ProcessFailure) -> str:
-    """The message that the worker wrote to its error file, if any."""
-    message: Any = failure.message  # torch declares a str
-    if isinstance(message, dict):
-        return str(message.get("message", ""))
-    return "" if "To enable traceback" in message else str(message)
 
 
 class LiveFailure(ProcessFailure):

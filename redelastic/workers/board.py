@@ -1,4 +1,4 @@
-"""The agent's side of `redelastic/worker.py`: how far its workers are, and which of them hang.
+"""The agent's side of `redelastic/worker.py`: how far its workers are, how fast, and which of them hang.
 
 Each worker has three nameless files of its own, for its progress, its stacks and what its flight recorder holds, and a
 pipe for requests. It reaches them through `/proc/<agent>/fd`. So there is nothing to clean up, even after the agent was
@@ -19,38 +19,20 @@ import secrets
 import struct
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-from redelastic.worker import (
-    ASKS,
-    AT,
-    BEGUN,
-    CALL_BITS,
-    CALLS,
-    DONE,
-    LIMIT,
-    LOOKS,
-    NAMESPACE,
-    PHASE,
-    PID,
-    RECORDS,
-    REQUESTED,
-    SEEN,
-    SLOT_BYTES,
-    STACKS,
-    STEP,
-    TOKEN,
-    VARIABLE,
-    WAITS,
-    pid_namespace,
-)
+from redelastic import worker
 
-__all__ = ["ProgressBoard", "HangWatch", "Progress", "nameless_file"]
+__all__ = ["ProgressBoard", "HangWatch", "Progress", "StepTimer", "StepTimes", "nameless_file"]
 
 F_ADD_SEALS: Final = 1033  # of Linux; a Python built for an old C library does not have the names
 SEALS: Final = 1 | 2 | 4  # no further seals, no other size
+WINDOW: Final = 60.0  # over which the times of steps are averaged, in seconds
+MIN_STEPS: Final = 5  # in it
+MIN_LOOKS: Final = 100  # in it
 FROZEN_LOOKS: Final = 10  # missed looks after which the agent assumes that it was frozen itself
 
 
@@ -106,12 +88,13 @@ class ProgressBoard:
         with contextlib.ExitStack() as opened:
             for _ in range(workers):
                 file = opened.enter_context(nameless_file())
-                fields = [0] * (SLOT_BYTES // 8)
+                fields = [0] * (worker.SLOT_BYTES // 8)
                 stacks, records = (opened.enter_context(nameless_file()) for _ in range(2))
-                asked, asks = (opened.enter_context(io.FileIO(end, mode)) for end, mode in _pipe())
+                asked, asks = (opened.enter_context(io.FileIO(*end)) for end in zip(os.pipe(), "rw", strict=True))
                 os.set_blocking(asks.fileno(), False)
-                fields[TOKEN], fields[SEEN], fields[STACKS] = secrets.randbits(62), -1, stacks.fileno()
-                fields[RECORDS], fields[ASKS] = records.fileno(), asked.fileno()
+                fields[worker.TOKEN], fields[worker.SEEN] = secrets.randbits(62), -1
+                fields[worker.STACKS], fields[worker.RECORDS] = stacks.fileno(), records.fileno()
+                fields[worker.ASKS] = asked.fileno()
                 # Written, not just extended: a page that the disk has no room for would kill the worker later.
                 file.write(struct.pack(f"{len(fields)}q", *fields))
                 with contextlib.suppress(OSError):  # not a file in memory
@@ -120,44 +103,44 @@ class ProgressBoard:
                 self._stacks.append(stacks)
                 self._records.append(records)
                 self._asks.append(asks)
-                self.slots.append(memoryview(mmap.mmap(file.fileno(), SLOT_BYTES)).cast("q"))
+                self.slots.append(memoryview(mmap.mmap(file.fileno(), worker.SLOT_BYTES)).cast("q"))
             self._closing = opened.pop_all()
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """The environment variables by which a worker finds its slot."""
-        name = f"/proc/{self._pid}/fd/{self._files[local_rank].fileno()}"
-        return {VARIABLE: f"{name}:{self.slots[local_rank][TOKEN]}", NAMESPACE: pid_namespace()}
+        name, token = self._files[local_rank].fileno(), self.slots[local_rank][worker.TOKEN]
+        return {worker.VARIABLE: f"/proc/{self._pid}/fd/{name}:{token}", worker.NAMESPACE: worker.pid_namespace()}
 
     def read(self, local_rank: int) -> Progress:
         """Read a worker's progress; works after :meth:`close`, and from any thread."""
         slot = self.slots[local_rank]
-        seen = slot[SEEN]  # read before the calls: later calls can only make `saved` more true
-        calls = slot[CALLS]
-        done = slot[DONE]  # read after the calls, which follow the beginning of a save, and before that beginning
-        begun = slot[BEGUN]
-        request, calls_before = divmod(seen, 1 << CALL_BITS)
-        limit = slot[LIMIT]  # read before the time, which is written first
-        name = slot[PHASE:].tobytes().rstrip(b"\0").decode(errors="replace") if limit else ""
+        seen = slot[worker.SEEN]  # read before the calls: later calls can only make `saved` more true
+        calls = slot[worker.CALLS]
+        done = slot[worker.DONE]  # read after the calls, which follow a save's beginning, and before that beginning
+        begun = slot[worker.BEGUN]
+        request, calls_before = divmod(seen, 1 << worker.CALL_BITS)
+        limit = slot[worker.LIMIT]  # read before the time, which is written first
+        name = slot[worker.PHASE :].tobytes().rstrip(b"\0").decode(errors="replace") if limit else ""
         return Progress(
-            pid=slot[PID],
+            pid=slot[worker.PID],
             calls=calls,
-            step=slot[STEP] if calls else None,
-            at=slot[AT] / 1e9 or None,
+            step=slot[worker.STEP] if calls else None,
+            at=slot[worker.AT] / 1e9 or None,
             asks=seen >= 0,
             saved=0 < self._requests == request and calls > calls_before and done >= begun,
             saves_begun=begun,
             saves_done=done,
             limit=limit / 1000 or None,
             phase=name,
-            looks=slot[LOOKS],
-            waits=slot[WAITS],
+            looks=slot[worker.LOOKS],
+            waits=slot[worker.WAITS],
         )
 
     def request_checkpoint(self) -> None:
         """Have ``should_checkpoint`` return True, once, in every worker."""
         self._requests += 1
         for slot in self.slots:
-            slot[REQUESTED] = self._requests
+            slot[worker.REQUESTED] = self._requests
 
     def clear_stacks(self, local_rank: int) -> None:
         """Forget the stacks that a worker has written."""
@@ -193,11 +176,6 @@ class ProgressBoard:
     def close(self) -> None:
         """Close the files: a late worker finds no slot, and one that has its slot keeps it."""
         self._closing.close()
-
-
-def _pipe() -> list[tuple[int, str]]:
-    """The ends of a new pipe, each with its mode."""
-    return list(zip(os.pipe(), ("r", "w"), strict=True))
 
 
 def nameless_file() -> io.FileIO:
@@ -295,3 +273,42 @@ class HangWatch:
         if progress.limit and not math.isinf(self._timeout):
             return progress.limit
         return self._timeout if progress.calls else self._start_timeout
+
+
+class StepTimes(NamedTuple):
+    """Averages of a worker's last minute, in seconds.
+
+    Attributes:
+        step: from one step to the next.
+        own: of that, the time in which no collective went on.
+    """
+
+    step: float
+    own: float
+
+
+class StepTimer:
+    """Follows one worker in one round."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, Progress]] = deque()
+
+    def look(self, now: float, progress: Progress) -> None:
+        """Take in what the worker has reported; ``now`` is on the monotonic clock, in seconds."""
+        if self._seen and now - self._seen[-1][0] < WINDOW / MIN_LOOKS:
+            return
+        self._seen.append((now, progress))
+        while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW:
+            self._seen.popleft()
+
+    @property
+    def times(self) -> StepTimes | None:
+        """The averages; None while too little is known, as for a script without collectives."""
+        if not self._seen:
+            return None
+        (since, first), (until, last) = self._seen[0], self._seen[-1]
+        steps, looks, waits = last.calls - first.calls, last.looks - first.looks, last.waits - first.waits
+        if until - since < WINDOW or steps < MIN_STEPS or looks < MIN_LOOKS or not waits:
+            return None
+        step = (until - since) / steps
+        return StepTimes(step, step * (1 - waits / looks))

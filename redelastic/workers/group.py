@@ -19,12 +19,11 @@ from redelastic.monitoring.events import Hung
 from redelastic.rendezvous.node import News
 
 from .blame import Blame
-from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
+from .board import FROZEN_LOOKS, HangWatch, ProgressBoard, StepTimer
 from .channels import Parked
 from .deaths import Deaths
 from .records import last_collectives
 from .stacks import catches, dump_stacks, speaker_of
-from .step_times import StepTimer
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from redelastic.workers.last_words import error_in, last_exception, names_a_peer
+from redelastic.workers.deaths import error_in, last_exception, names_a_peer
 from redelastic.workers.logs import tail
 
 

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from redelastic.workers import reaper
-from redelastic.workers.processes import ProcessTree
-from redelastic.workers.reaper_client import TOKEN_VARIABLE
+from redelastic.workers.processes import TOKEN_VARIABLE, ProcessTree
 from tests.support import worker_processes
 from tests.support.liveness import lives
 from tests.support.worker_processes import (

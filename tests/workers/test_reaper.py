@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from redelastic.redis.endpoint import URL_VARIABLE
+from redelastic.workers.processes import TOKEN_VARIABLE
 from redelastic.workers.reaper import has_token, processes, read
-from redelastic.workers.reaper_client import TOKEN_VARIABLE
 from tests.support.job_user import CANARY
 from tests.support.liveness import lives
 from tests.support.worker_processes import (

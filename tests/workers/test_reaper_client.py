@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from redelastic.workers.reaper_client import RESTART_INTERVAL, ReaperClient
+from redelastic.workers.processes import RESTART_INTERVAL, ReaperClient
 from tests.support.liveness import lives
 from tests.support.worker_processes import until
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from redelastic.workers.board import Progress
-from redelastic.workers.step_times import WINDOW, StepTimer, StepTimes
+from redelastic.workers.board import WINDOW, Progress, StepTimer, StepTimes
 
 
 def progress(calls: int, looks: int, waits: int) -> Progress:
