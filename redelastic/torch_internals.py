@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from importlib import import_module
 from typing import IO, Any, Final, NamedTuple
@@ -228,23 +229,24 @@ def _nccl_backends() -> list[Any]:
     return [backend for backend in reversed(backends) if hasattr(backend, "_group_start")]
 
 
-@contextlib.contextmanager
-def starting_no_processes(then: Callable[[dict[int, dict[str, str]]], Any]) -> Iterator[None]:
+def starting_no_processes(then: Callable[[dict[int, dict[str, str]]], Any]) -> AbstractContextManager[None]:
     """Within the block, have torch's agent start no processes: ``then`` gets the environments of its workers instead.
 
     It takes them by local rank, and returns the ``PContext`` of the workers.
     """
     from torch.distributed.elastic.agent.server import local_elastic_agent  # noqa: PLC0415
 
-    def start_processes(*, envs: dict[int, dict[str, str]], **_others: Any) -> Any:
-        return then(envs)
+    return _replaced(local_elastic_agent, "start_processes", lambda *, envs, **_: then(envs))
 
-    agent: Any = local_elastic_agent
-    original, agent.start_processes = agent.start_processes, start_processes
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        agent.start_processes = original
+        setattr(module, name, original)
 
 
 def _end_alone(context: Any, death_sig: signal.Signals, timeout: float) -> bool:
@@ -286,8 +288,7 @@ def exit_codes(context: Any) -> dict[int, int]:
 Starter = Callable[[Sequence[str], Mapping[str, str], IO[Any] | None, IO[Any] | None], Any]
 
 
-@contextlib.contextmanager
-def starting_workers_with(start: Starter) -> Iterator[None]:
+def starting_workers_with(start: Starter) -> AbstractContextManager[None]:
     """Within the block, have torch start commands with ``start``, which may return None to leave one to torch.
 
     It takes the command line, the environment, and where stdout and stderr go (None: where this process' go); it
@@ -300,11 +301,7 @@ def starting_workers_with(start: Starter) -> Iterator[None]:
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
             return start(args, env, self._stdout, self._stderr) or super()._popen(args, env)
 
-    original, api.get_subprocess_handler = api.get_subprocess_handler, Handler  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        api.get_subprocess_handler = original
+    return _replaced(api, "get_subprocess_handler", Handler)
 
 
 def substitute_local_rank(arguments: Iterable[str], local_rank: int) -> list[str]:

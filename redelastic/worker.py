@@ -291,7 +291,8 @@ def _open() -> memoryview[int] | None:
     try:
         if os.environ.get(NAMESPACE, "") not in ("", pid_namespace()):
             raise OSError("it runs in another process namespace")  # noqa: TRY301
-        slot = _map(path)
+        with open(path, "r+b", buffering=0) as file:  # noqa: PTH123  # pathlib is slow to import
+            slot = memoryview(mmap.mmap(file.fileno(), SLOT_BYTES)).cast("q")
         if slot[TOKEN] == int(token):  # else it belongs to a later group of workers, or to something else
             stacks = _open_high(f"{path.rpartition('/')[0]}/{slot[STACKS]}")
             faulthandler.register(STACK_SIGNAL, stacks, all_threads=True, chain=False)
@@ -302,14 +303,6 @@ def _open() -> memoryview[int] | None:
         with contextlib.suppress(Exception):  # stderr may be closed, or replaced by anything
             sys.stderr.write(f"redelastic: the agent cannot see the progress of process {os.getpid()}: {e}\n")
     return _mapped
-
-
-def _map(path: str) -> memoryview[int]:
-    file = os.open(path, os.O_RDWR)
-    try:
-        return memoryview(mmap.mmap(file, SLOT_BYTES)).cast("q")
-    finally:
-        os.close(file)
 
 
 def _open_high(path: str, flags: int = os.O_WRONLY | os.O_APPEND) -> int:

@@ -16,7 +16,7 @@ _HOMES = {"AgentOptions": "options", "RedisElasticAgent": "agent", "RefusedError
 
 
 def __getattr__(name: str) -> Any:
-    # Imported late, so that the health checks' probe and the reaper, both in this package, start quickly.
+    # torch is imported late: the command line reads the options' defaults where it is not installed.
     if name in _HOMES:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_all_start_methods, resource_tracker
@@ -33,8 +33,8 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.node import DrainedError, RunStoppedError
 from redelastic.torch_errors import torch_errors
 from redelastic.torch_internals import close_within, known_options, shut_down, watchdog_progress
-from redelastic.workers.channels import Parked, Pause
-from redelastic.workers.drains import DrainFile, Drains
+from redelastic.workers.channels import WorkerChannels
+from redelastic.workers.drains import Drains, watch_drain_file
 from redelastic.workers.group import Workers
 from redelastic.workers.hangs import Hangs
 from redelastic.workers.logs import command_of, log_files
@@ -145,6 +145,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._preflight = preflight
         self._node = handler.node
         self._control = RunControl(handler.backend.connection, handler.backend.keys)
+        self._channels: WorkerChannels | None = None  # to workers that survive their round
         self._workers = Workers(0, self._options, 0.0, (), self._node.watch.notify, parked={})  # none is started yet
         self._drains: Drains  # of the round: set when its workers start
         self._admission = Admission(
@@ -172,7 +173,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._unfit = True  # whether this node must prove its fitness before it joins
         self._verdict: Event | None = None  # why the job may not restart its workers
         self._asked_to_drain = False
-        self._told_launch = False
+        self._has_noted_launch = False
 
     # -- from beginning to end
 
@@ -214,10 +215,8 @@ class RedisElasticAgent(RegroupingAgent):
                 endpoint.start()
                 opened.callback(endpoint.stop)
             interval = min(1.0, self._handler.settings.keep_alive_interval)
-            if (path := self._options.drain_file) is not None:
-                opened.enter_context(
-                    repeat(DrainFile(path, self._options.drain_timeout, self._drain).look, interval, "drain-file")
-                )
+            drain = self._options.drain_file, self._options.drain_timeout, self._drain
+            opened.enter_context(watch_drain_file(*drain, interval))
             if job := TrainJob.of_environment(os.environ):
                 opened.enter_context(repeat(partial(self._tell, job), TELL_INTERVAL, "trainjob"))
             opened.enter_context(drain_on_signals(self._drain))
@@ -278,11 +277,6 @@ class RedisElasticAgent(RegroupingAgent):
         """Count the time of the workers from here on as the new round's."""
         return self._time.begin_round(self._workers, int(worker_group.group_rank or 0))
 
-    @property
-    def _parked(self) -> Mapping[int, Parked]:
-        """Workers that are in no round, as those that survive may be, by local rank."""
-        return {}
-
     def _start_processes(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers' processes; returns their pids by local rank."""
         spec = worker_group.spec
@@ -293,7 +287,7 @@ class RedisElasticAgent(RegroupingAgent):
             self._interval,
             self._workers.reporters,
             self._node.watch.notify,
-            parked=self._parked,
+            parked=self._channels.parked if self._channels else {},
         )
         with self._tree.starting(), self._warm.starting() if self._warm else contextlib.nullcontext():
             pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -319,15 +313,15 @@ class RedisElasticAgent(RegroupingAgent):
             size=size,
             reporter=self._reporter,
             note=self._note,
-            pause=self._pause_of_round(),
+            channels=self._channels,
         )
         self._monitor.begin_round(self._drains)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         workers.begin_round(ranks)
         logs = {ranks[local_rank]: path for local_rank, path in workers.blame.logs.items()}
         self._note(Started(size=size, rank=rank, logs=logs, **earlier._asdict()))
-        if rank == 0 and not self._told_launch:
-            self._told_launch = True
+        if rank == 0 and not self._has_noted_launch:
+            self._has_noted_launch = True
             self._note(Launched(user=local_user(), command=command_of(worker_group.spec)))
 
     def _note(self, event: Event) -> None:
@@ -340,10 +334,6 @@ class RedisElasticAgent(RegroupingAgent):
             metadata={"run_id": self._node.run_id, "node": noted.node, "role": spec.role, "reason": sentence(noted)},
         )
         events.record(torch_event, spec.event_log_handler)
-
-    def _pause_of_round(self) -> Pause | None:
-        """How this round's workers leave it after a common step; None if they cannot."""
-        return None
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
         isolated = spec.virtual_local_rank and bool(self._assignment.gpus)
@@ -433,7 +423,7 @@ class RedisElasticAgent(RegroupingAgent):
     def _may_restart(self, result: RunResult) -> bool:
         self._leave_if_drained()  # a signal to all processes may have ended them
         self._unfit = True
-        self._verdict = self._charge(result, final=False)
+        self._verdict = self._budget.charge(self._workers, self.failure(result), final=False)
         # Not before it is known which worker failed first: of many logs only that worker's is sure to be sent.
         self._send_log(result)
         return super()._may_restart(result) and self._verdict is None and not self._node.view.closed
@@ -465,15 +455,10 @@ class RedisElasticAgent(RegroupingAgent):
         # has been lost or has left meanwhile.
         idle = isinstance(self._verdict, Closed) and self._verdict.cause == "progress"
         may_stop = idle or (self._verdict is not None and not lost)
-        if may_stop and (verdict := self._charge(result, final=True)):
+        if may_stop and (verdict := self._budget.charge(self._workers, self.failure(result), final=True)):
             raise RunStoppedError(self._node.run_id, verdict)
         if self._node.view.closed and not lost:  # no round follows, so that this failure is the end
             self._remaining_restarts = 0
-
-    def _charge(self, result: RunResult, *, final: bool) -> Event | None:
-        """Count a failure of the workers; returns why the job may not go on."""
-        charged = self._budget.charge(self._workers, self.failure(result), final=final)
-        return charged.verdict if charged else None
 
     def _send_log(self, result: RunResult) -> None:
         """Send Redis the last log lines of the worker that failed first on this node."""

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.launcher.api import LaunchConfig
 
 from redelastic.agent.agent import RedisElasticAgent
-from redelastic.agent.background import repeat
 from redelastic.agent.limits import RefusedError
 from redelastic.agent.options import AgentOptions
 from redelastic.agent.preflights import Preflights
@@ -36,7 +35,7 @@ from redelastic.preflight.options import Options
 from redelastic.redis.errors import RedelasticError
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from redelastic.rendezvous.node import DrainedError, RunStoppedError, RunThen
-from redelastic.workers.drains import DrainFile
+from redelastic.workers.drains import watch_drain_file
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ def launch(
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
-    with _watching_drain_file(options):
+    with watch_drain_file(options.drain_file, 0.0, _drain_by_signal, DRAIN_FILE_INTERVAL):
         handler = handler_from_parameters(parameters)
     if not isinstance(handler, RedisRendezvousHandler):
         raise ValueError("The agent needs the native rendezvous: remove protocol=dynamic, or use torchrun.")  # noqa: TRY004
@@ -179,19 +178,10 @@ def _say_why(handler: RedisRendezvousHandler, ended: Closed | None = None) -> No
             say(f"  {name:<6} {clean(line)}")
 
 
-@contextlib.contextmanager
-def _watching_drain_file(options: AgentOptions) -> Iterator[None]:
-    """Send this process SIGTERM when the drain file appears, until there is an agent that watches the file."""
-
-    def drain(reason: str, _timeout: float) -> None:
-        log.warning("Draining: %s.", reason)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    if options.drain_file is None:
-        yield
-        return
-    with repeat(DrainFile(options.drain_file, 0.0, drain).look, DRAIN_FILE_INTERVAL, "drain-file"):
-        yield
+def _drain_by_signal(reason: str, _timeout: float) -> None:
+    """Drain a node that has no agent yet, which would do it."""
+    log.warning("Draining: %s.", reason)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _name(entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> str:
@@ -231,12 +221,11 @@ def _agent(
         duplicate_stderr_filters=config.duplicate_stderr_filters,
         virtual_local_rank=config.virtual_local_rank,
     )
-    if config.logs_specs is None:
-        raise ValueError("The launch configuration has no logs_specs.")
     agent = SurvivingAgent if options.survive else RedisElasticAgent
+    logs_specs: Any = config.logs_specs  # never None: LaunchConfig then makes the default
     return agent(
         spec,
-        config.logs_specs,
+        logs_specs,
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
         **more,

@@ -22,7 +22,6 @@ from redelastic.monitoring.events import Barred, Event, Failed, Left, Refused
 from redelastic.monitoring.sentences import consecutive_failures, worker_failure
 from redelastic.redis.errors import RedelasticError, UnavailableError, UnreachableError
 from redelastic.rendezvous.node import News, Node
-from redelastic.rendezvous.replies import Charge
 from redelastic.workers.group import Workers
 
 from .options import AgentOptions
@@ -124,9 +123,9 @@ class Budget:
 
     def __init__(self, node: Node, options: AgentOptions, allow: Callable[[float], None]) -> None:
         self._node, self._options, self._allow = node, options, allow
-        self._has_news = False  # whether workers of this node have ever told of progress
+        self._has_news = False  # whether workers of this node have ever reported progress
 
-    def charge(self, workers: Workers, failure: Failed, *, final: bool) -> Charge | None:
+    def charge(self, workers: Workers, failure: Failed, *, final: bool) -> Event | None:
         """Count a failure of this node's workers.
 
         Args:
@@ -135,7 +134,7 @@ class Budget:
             final: whether to stop the run if no restart is left; otherwise the reply only says so.
 
         Returns:
-            The counts, and why the job may not go on; None if the failure could not be counted.
+            Why the job may not go on; None if it may, or if the failure could not be counted.
         """
         if not final:
             log.error("%s.", worker_failure(failure))
@@ -144,10 +143,10 @@ class Budget:
             failure = replace(failure, idle_before_ms=round(1000 * max(0.0, failed_at - workers.progress_at)))
         step, news = workers.highest_step, workers.news
         self._has_news = self._has_news or news > News.NONE or bool(workers.reporters)
-        told = news if self._has_news else News.NEVER_ANY
+        news = news if self._has_news else News.NEVER_ANY
         self._allow(math.inf)  # for as long as Redis is away
         try:
-            return self._node.charge(failed_at, step, told, failure, self._options.limits, final=final)
+            return self._node.charge(failed_at, step, news, failure, self._options.limits, final=final).verdict
         except UnavailableError as e:
             log.warning("The failure could not be counted: %s", e)
             return None

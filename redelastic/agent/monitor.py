@@ -47,7 +47,7 @@ class NodeMonitor:
         group: torch's group of workers, to describe.
         gpus: to watch.
         admission: knows whether this node is kept out.
-        watchdog_progress: tells when torch's file timers were last looked at, by ``time.time``; None if there are none.
+        watchdog_progress: when torch's file timers were last looked at, by ``time.time``; None if there are none.
         control: of the node's run.
         training_time: to keep up to date.
         live_logs: requests for logs, to answer; None if the run's logs are not shared.

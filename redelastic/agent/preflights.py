@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
+from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from torch.distributed import DistError
@@ -53,26 +53,23 @@ class Preflights:
         held = self._handler.node.view.epoch_held
         if not (self._failed(held) if held else self._begins()):
             return
-        match found := self._measure(held):
-            case RendezvousError() if not held:
-                raise found
-            case RendezvousError() | DistError():
-                log.warning("The preflight was not completed: %s", found)
-            case BaseException():
-                raise found
-            case _:
-                for outlier in found["outliers"]:
-                    log.warning("Preflight: host %s stands out: %s.", outlier["host"], outlier["text"])
+        try:
+            for outlier in self._measure(held)["outliers"]:
+                log.warning("Preflight: host %s stands out: %s.", outlier["host"], outlier["text"])
+        except (RendezvousError, DistError) as e:
+            if isinstance(e, RendezvousError) and not held:
+                raise
+            log.warning("The preflight was not completed: %s", e)
 
-    def _measure(self, held: int) -> dict[str, Any] | BaseException:
-        """What comes of a preflight, or its error; no outlier if this node is needed elsewhere, and gives it up."""
-        ended: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
+    def _measure(self, held: int) -> dict[str, Any]:
+        """What comes of a preflight; no outlier if this node is needed elsewhere, and gives it up."""
+        measured: Future[dict[str, Any]] = Future()
 
         def measure(host: Host) -> None:
             try:
-                ended.put(host.run())
+                measured.set_result(host.run())
             except BaseException as e:  # noqa: BLE001 - it is raised again
-                ended.put(e)
+                measured.set_exception(e)
 
         with contextlib.closing(Host(self._params_after(held), self._options)) as host:
             threading.Thread(target=measure, args=(host,), name="redelastic-preflight", daemon=True).start()
@@ -82,8 +79,8 @@ class Preflights:
                     look_at += LOOK_INTERVAL
                     if not self._begins():
                         break
-                with contextlib.suppress(queue.Empty):
-                    return ended.get(timeout=POLL_INTERVAL)
+                if wait([measured], POLL_INTERVAL).done:
+                    return measured.result()
         return {"outliers": []}
 
     def _params_after(self, held: int) -> RendezvousParameters:

@@ -1,16 +1,19 @@
-"""RegroupingAgent: torch's agent, except that a lost node costs no restart; and its folders for logs."""
+"""RegroupingAgent: torch's agent, except that a lost node costs no restart, and nodes wait for each other's ends."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
     RunResult,
@@ -26,6 +29,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from redelastic.monitoring.events import Failed, Left, is_fault
 from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.rendezvous.keeper import RETRY_PAUSE
 from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.store.exchange import Exchange
 from redelastic.torch_internals import exit_barrier_timeout, replace_agent_of_launcher
@@ -33,10 +37,9 @@ from redelastic.workers.blame import failed_alive, fill_in_exit_codes
 from redelastic.workers.deaths import error_in
 from redelastic.workers.stacks import state_of
 
-from .exchange import EndExchange
-
 log = logging.getLogger(__name__)
 
+ENDS_TIMEOUT: Final = timedelta(seconds=1)  # of one wait for the other nodes' ends
 RESTART_COUNT: Final = "TORCHELASTIC_RESTART_COUNT"  # torch names a folder by it
 UNINTERRUPTIBLE_TIMEOUT: Final = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
@@ -220,6 +223,60 @@ class RegroupingAgent(LocalElasticAgent):
         if result.is_failed():
             self._handler.ending = Left(cause="failed"), "closes"
         return result
+
+
+class EndExchange:
+    """Waits, in a thread and through the round's store, until the workers of all its nodes have ended with 0.
+
+    The thread keeps writing that this node's workers have ended, in case the server has lost it, until :attr:`done`,
+    the round is broken, or :meth:`close` is called.
+
+    Args:
+        store: of the round.
+        rank: of this node.
+        size: number of nodes.
+        is_patient: whether to keep trying while Redis is away, or refuses writes.
+        notify: called when it is done.
+
+    Attributes:
+        done: whether all have ended, or Redis was away for so long that it cannot be known.
+    """
+
+    def __init__(
+        self, store: RedisStore, rank: int, size: int, *, is_patient: Callable[[], bool], notify: Callable[[], None]
+    ) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._is_patient, self._notify = is_patient, notify
+        self._over = threading.Event()
+        self.done = False
+        threading.Thread(target=self._learn, name="redelastic-ends", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop it."""
+        self._over.set()
+
+    def _learn(self) -> None:
+        ended = [f"redelastic/exit/{r}" for r in range(self._size)]
+        awaited = ended if self._rank == 0 else ["redelastic/exited"]
+        while not (self.done or self._over.is_set()):
+            try:
+                self._store.set(ended[self._rank], b"")
+                self._store.wait(awaited, ENDS_TIMEOUT)
+                if self._rank == 0:
+                    self._store.set("redelastic/exited", b"")
+                self.done = True
+            except RoundBrokenError:  # noqa: PERF203  # this node regroups with the others
+                return
+            except DistStoreError:
+                pass  # they have not ended yet
+            except DistNetworkError as e:
+                if not self._is_patient():
+                    log.warning(
+                        "This node's workers have finished; whether the other nodes' workers have is unknown: %s", e
+                    )
+                    self.done = True
+                self._over.wait(RETRY_PAUSE)  # Redis may refuse at once
+        self._notify()
 
 
 def _failed(workers: Sequence[Worker]) -> RunResult:

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
 from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -21,7 +20,7 @@ from redelastic.rendezvous.handler import DETECTION, EPOCH_VARIABLE, PREFIX_VARI
 from redelastic.rendezvous.node import RunStoppedError
 from redelastic.torch_internals import starting_no_processes
 from redelastic.workers.blame import failed_alive
-from redelastic.workers.channels import Parked, Pause, WorkerChannels
+from redelastic.workers.channels import Parked, WorkerChannels
 
 from .agent import RedisElasticAgent
 
@@ -46,7 +45,6 @@ class SurvivingAgent(RedisElasticAgent):
     anew if one of them has ended, or does not leave within ``park_timeout``.
     """
 
-    _channels: WorkerChannels | None = None
     _epoch = 0  # of the round that the workers are in, or were last
     _keeps = False  # whether the running workers can enter another round
     _called_roll_in = 0  # epoch of the last round in which workers left by themselves
@@ -70,10 +68,6 @@ class SurvivingAgent(RedisElasticAgent):
         self._keeps = True
         self._await_ready()
 
-    @property
-    def _parked(self) -> Mapping[int, Parked]:
-        return self._channels.parked if self._channels else {}
-
     def _await_ready(self) -> None:
         """Wait until all workers are ready, one has ended, or this node is to leave."""
         warn_at = time.monotonic() + LONG_WAIT
@@ -95,10 +89,6 @@ class SurvivingAgent(RedisElasticAgent):
             pids: dict[int, Any] = LocalElasticAgent._start_workers(self, worker_group)  # noqa: SLF001
         self._begin_round(worker_group, earlier)
         return pids
-
-    def _pause_of_round(self) -> Pause | None:
-        spec = self._worker_group.spec
-        return Pause(self._channels, spec.local_world_size, self._epoch) if self._channels else None
 
     def _send_rounds(self, environments: dict[int, dict[str, str]]) -> Any:
         of_round = {name: os.environ[name] for name in ROUND_VARIABLES if name in os.environ}
@@ -173,7 +163,7 @@ class SurvivingAgent(RedisElasticAgent):
     # -- failures
 
     def _check_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Check the workers; those that left the round by themselves have failed, unless the round is broken.
+        """Check the workers; the ones that left the round by themselves have failed, unless the round is broken.
 
         A worker leaves by itself when a collective fails. If a node is lost or leaves, it is known within a lease. If
         none is, the collective failed for a reason of its own, and may fail for ever.

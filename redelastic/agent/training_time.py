@@ -44,7 +44,7 @@ class _Round:
 
 
 class Earlier(NamedTuple):
-    """What a node's workers did before a round, as the event ``started`` tells it.
+    """What a node's workers did before a round, as the event ``started`` has it.
 
     Attributes:
         survived: whether the processes are the same.
@@ -82,7 +82,7 @@ class TrainingTime:
         """The workers are about to enter a round: what they report from now on counts as its.
 
         Args:
-            workers: of this node: new ones, or those of the round before.
+            workers: of this node: new ones, or the workers of the round before.
             rank: of this node.
         """
         with self._lock:

@@ -58,7 +58,7 @@ class TrainJob(NamedTuple):
 
 
 def metrics_of(status: Mapping[str, Any]) -> dict[str, str]:
-    """The metrics of a TrainJob, from the status of rank 0's node; those that are not known are left out."""
+    """The metrics of a TrainJob, from the status of rank 0's node; unknown ones are left out."""
     steps = [worker["step"] for worker in status.get("workers", ()) if worker.get("step") is not None]
     known = {
         "step": max(steps, default=None),

@@ -51,15 +51,15 @@ class GpuMemory:
         if self._before is None:
             self._before = self._read()
             return
-        until, has_told = self._clock() + FREE_TIMEOUT, False
-        while (held := self._held()) and not is_hurried():
+        until, held = self._clock() + FREE_TIMEOUT, self._held()
+        if held and not is_hurried():
+            log.info("Waiting up to %g s for the memory of earlier workers, on %s.", FREE_TIMEOUT, held)
+        while held and not is_hurried():
             if self._clock() >= until:
                 log.warning("The memory of earlier workers is not free after %g s, on %s.", FREE_TIMEOUT, held)
                 return
-            if not has_told:
-                has_told = True
-                log.info("Waiting up to %g s for the memory of earlier workers, on %s.", FREE_TIMEOUT, held)
             self._pause(POLL_INTERVAL)
+            held = self._held()
 
     def _held(self) -> str:
         """Which GPUs have how much more memory in use."""
@@ -68,7 +68,7 @@ class GpuMemory:
         return ", ".join(f"GPU {gpu.index} ({size >> 20:,} MiB)" for gpu, size in more.items() if size > SLACK)
 
     def _read(self) -> dict[Gpu, int]:
-        """The memory in use by GPU, in bytes; without those that NVML does not tell it of."""
+        """The memory in use by GPU, in bytes; without GPUs of which NVML does not say it."""
         if not self._gpus:
             return {}
         answers: queue.SimpleQueue[dict[Gpu, int]] = queue.SimpleQueue()
@@ -91,7 +91,7 @@ def _ask(gpus: Sequence[Gpu], answer: Callable[[dict[Gpu, int]], None]) -> None:
             if not _is_of_the_living(nvml, handle):
                 used[gpu] = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
         except nvml.NVMLError:  # noqa: PERF203
-            continue  # it is lost, or its model does not tell
+            continue  # it is lost, or its model does not say
     answer(used)
 
 

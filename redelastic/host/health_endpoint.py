@@ -59,6 +59,9 @@ class HealthEndpoint:
         host: address or name to listen on, IPv6 included; default: loopback.
         port: port to listen on; 0: any free one.
 
+    Attributes:
+        port: that it listens on; before it has started, the port it was given.
+
     Raises:
         ValueError: there is no such port.
     """
@@ -66,13 +69,8 @@ class HealthEndpoint:
     def __init__(self, node: NodeView, *, host: str = "127.0.0.1", port: int) -> None:
         if not 0 <= port <= 65535:
             raise ValueError(f"The health endpoint cannot listen on port {port}: use 1 to 65535, or 0 for any.")
-        self._node, self._host, self._port = node, host, port
+        self._node, self._host, self.port = node, host, port
         self._server: _Server | None = None
-
-    @property
-    def port(self) -> int:
-        """The port that it listens on; before it has started, the port it was given."""
-        return self._port
 
     def start(self) -> None:
         """Start listening and serving.
@@ -82,15 +80,15 @@ class HealthEndpoint:
         """
         try:
             family, *_, address = socket.getaddrinfo(
-                self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                self._host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
             server = _Server(family, address, self._node)
         except OSError as e:
             raise OSError(
-                f"The health endpoint cannot listen on port {self._port} of {self._host}: {e.strerror or e}; "
+                f"The health endpoint cannot listen on port {self.port} of {self._host}: {e.strerror or e}; "
                 f"{_advice(e)}."
             ) from e
-        self._server, self._port = server, server.server_address[1]
+        self._server, self.port = server, server.server_address[1]
         threading.Thread(
             target=server.serve_forever, args=(POLL_INTERVAL,), name="redelastic-health-endpoint", daemon=True
         ).start()
@@ -121,16 +119,16 @@ class _Client:
 
     Attributes:
         address: of its host.
-        asked_by: until when it has to send its request, on the monotonic clock; None once it has.
-        hang_up_at: when its time is up, on the monotonic clock.
+        connected_at: when it connected, on the monotonic clock.
+        has_asked: whether it has sent its request.
     """
 
     address: str
-    asked_by: float | None
-    hang_up_at: float
+    connected_at: float
+    has_asked: bool = False
 
     def is_overdue(self, at: float) -> bool:
-        return self.hang_up_at <= at or (self.asked_by is not None and self.asked_by <= at)
+        return at >= self.connected_at + (CLIENT_TIMEOUT if self.has_asked else REQUEST_TIMEOUT)
 
 
 class _Server(ThreadingHTTPServer):
@@ -154,25 +152,25 @@ class _Server(ThreadingHTTPServer):
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Whether there is room for one more client, or a client that has not asked yet can make room for it."""
-        address, now = str(client_address[0]), time.monotonic()
+        address = str(client_address[0])
         with self._lock:
             rivals = {r: client for r, client in self._clients.items() if client.address == address}
             if len(rivals) < MAX_OF_ADDRESS:
                 rivals = self._clients if len(self._clients) >= MAX_CLIENTS else {}
             if rivals:
-                silent = next((r for r, client in rivals.items() if client.asked_by is not None), None)
+                silent = next((r for r, client in rivals.items() if not client.has_asked), None)
                 if silent is None:
                     return False
                 del self._clients[silent]
                 _hang_up(silent)
-            self._clients[request] = _Client(address, now + REQUEST_TIMEOUT, now + CLIENT_TIMEOUT)
+            self._clients[request] = _Client(address, time.monotonic())
         return True
 
     def has_asked(self, request: Any) -> None:
         """Record that a client has sent its request."""
         with self._lock:
             if request in self._clients:
-                self._clients[request].asked_by = None
+                self._clients[request].has_asked = True
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection."""

@@ -163,16 +163,10 @@ def bounded(status: Mapping[str, Any], limit: int = STATUS_LIMIT) -> str:
 
 
 def _strip(status: dict[str, Any], name: str, keys: tuple[str, ...]) -> None:
-    """Leave ``keys`` out of each dict in a list, or among a dict's values; the caller's dicts are not changed."""
-
-    def stripped(item: Any) -> Any:
-        return {k: v for k, v in item.items() if k not in keys} if isinstance(item, Mapping) else item
-
-    group = status.get(name)
-    if isinstance(group, Mapping):
-        status[name] = {key: stripped(item) for key, item in group.items()}
-    elif isinstance(group, (list, tuple)):
-        status[name] = [stripped(item) for item in group]
+    """Leave ``keys`` out of each dict in a list; the caller's dicts are not changed."""
+    if isinstance(items := status.get(name), list):
+        dicts = (item if isinstance(item, dict) else {} for item in items)
+        status[name] = [{key: value for key, value in item.items() if key not in keys} for item in dicts]
 
 
 def _dump(value: Any) -> str:

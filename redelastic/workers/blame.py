@@ -1,4 +1,4 @@
-"""Blame: which worker of a group failed first, when and why; and its failure, as torch and Redis are told it."""
+"""Blame: which worker of a group failed first, when and why; and its failure, as torch and Redis get it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Blame:
         self._words: dict[int, str] = {}  # of workers that have ended
 
     def find_cause(self, result: RunResult | None = None) -> bool:
-        """Find the worker that failed first, of those that have failed by now, and set :attr:`cause`.
+        """Find the worker that failed first, of all that have failed by now, and set :attr:`cause`.
 
         That is the one that raised first, even if it ends later; not one whose last words say that a peer is gone.
 
@@ -122,8 +122,8 @@ class Blame:
             return None
         now = time.monotonic()
         self.failed_at, self.cause = min((self._raised_at(r, now), r) for r in errors)
-        told = {r: Failed(exit_code=UNKNOWN_EXIT_CODE, message=_safe(error.message)) for r, error in errors.items()}
-        return failed_alive({group[r]: failed for r, failed in told.items()})
+        how = {group[r]: Failed(exit_code=UNKNOWN_EXIT_CODE, message=_safe(e.message)) for r, e in errors.items()}
+        return failed_alive(how)
 
     def _error(self, local_rank: int) -> Error | None:
         return error_in(self._error_files.get(local_rank, ""))

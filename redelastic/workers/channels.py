@@ -48,6 +48,7 @@ class WorkerChannels:
         self.armed: dict[int, int] = {}
         self.parked: dict[int, Parked] = {}
         self._notify = notify
+        self._pausing = self._settling = 0  # epoch of the round that workers pause in; whose last step is being chosen
         self._names: list[str] = []
         self._commands: list[int] = []  # where the agent writes, by local rank
         self._replies: list[int] = []  # where it reads
@@ -82,17 +83,29 @@ class WorkerChannels:
 
     def abort(self, epoch: int) -> None:
         """Have all workers leave a round, if they are in it."""
-        for local_rank in range(len(self._commands)):
-            self._send(local_rank, {"abort": epoch})
+        self._send_to_all({"abort": epoch})
 
-    def pause(self, epoch: int) -> None:
-        """Tell all workers that all ranks are about to leave a round after a common step."""
-        for local_rank in range(len(self._commands)):
-            self._send(local_rank, {"pause": epoch})
+    def arm(self, epoch: int) -> bool:
+        """Tell all workers that all ranks will leave a round after a common step; returns whether all know of it."""
+        if self._pausing != epoch:
+            self._pausing = epoch
+            self._send_to_all({"pause": epoch})
+        return all(self.armed.get(local_rank) == epoch for local_rank in range(len(self._commands)))
 
     def settle(self, epoch: int) -> None:
         """Have the first worker, which is rank 0, choose that step: every worker of the round knows that one comes."""
-        self._send(0, {"settle": epoch})
+        if self._settling != epoch:
+            self._settling = epoch
+            self._send(0, {"settle": epoch})
+
+    @property
+    def are_parked(self) -> bool:
+        """Whether all workers have left their round."""
+        return len(self.parked) == len(self._commands)
+
+    def _send_to_all(self, command: Mapping[str, Any]) -> None:
+        for local_rank in range(len(self._commands)):
+            self._send(local_rank, command)
 
     def _send(self, local_rank: int, command: Mapping[str, Any]) -> None:
         os.write(self._commands[local_rank], json.dumps(command).encode() + b"\n")
@@ -123,35 +136,3 @@ class WorkerChannels:
     def close(self) -> None:
         """Close the channels; workers that still run end."""
         self._closing.close()
-
-
-class Pause:
-    """How the workers of a round leave it after a common step, as one of its nodes has its own do.
-
-    Args:
-        channels: to this node's workers.
-        workers: how many there are.
-        epoch: of the round.
-    """
-
-    def __init__(self, channels: WorkerChannels, workers: int, epoch: int) -> None:
-        self._channels, self._workers, self._epoch = channels, range(workers), epoch
-        self._has_asked = self._has_settled = False
-
-    def arm(self) -> bool:
-        """Tell the workers that the step is about to be chosen; returns whether all of them know."""
-        if not self._has_asked:
-            self._has_asked = True
-            self._channels.pause(self._epoch)
-        return all(self._channels.armed.get(local_rank) == self._epoch for local_rank in self._workers)
-
-    def settle(self) -> None:
-        """Have rank 0, which is this node's first worker, choose the step: the workers of all nodes know."""
-        if not self._has_settled:
-            self._has_settled = True
-            self._channels.settle(self._epoch)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all of this node's workers have left the round."""
-        return len(self._channels.parked) == len(self._workers)

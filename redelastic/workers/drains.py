@@ -7,11 +7,12 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from redelastic.agent.background import BackgroundReporter
+from redelastic.agent.background import BackgroundReporter, repeat
 from redelastic.monitoring.control import RESAVE_INTERVAL
 from redelastic.monitoring.events import Event, Saved
 from redelastic.redis.connection import STREAM_START, place_of
@@ -20,7 +21,7 @@ from redelastic.rendezvous.node import DrainedError, Node
 from redelastic.rendezvous.view import Drain, Save
 from redelastic.store import RedisStore, RoundBrokenError
 
-from .channels import Pause
+from .channels import WorkerChannels
 from .group import Workers
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class Drains:
         size: number of nodes in the round.
         reporter: queries the store in the background.
         note: records an event of this node.
-        pause: of the workers, if they can.
+        channels: to the workers, if they survive, and so can pause.
     """
 
     def __init__(
@@ -117,10 +118,10 @@ class Drains:
         size: int,
         reporter: BackgroundReporter,
         note: Callable[[Event], None],
-        pause: Pause | None = None,
+        channels: WorkerChannels | None = None,
     ) -> None:
         self._node, self._workers, self._rank, self._reporter = node, workers, rank, reporter
-        self._note, self._pause = note, pause
+        self._note, self._channels = note, channels
         self._epoch = node.view.epoch_held  # of the round
         self._saved, self._paused = (Stage(key, store, rank, size, reporter) for key in (SAVED, PAUSED))
         self._paused_at = math.inf  # when the workers had paused, on the monotonic clock
@@ -143,8 +144,8 @@ class Drains:
 
     @property
     def admits(self) -> bool:
-        """Whether workers were asked to save, and new nodes are then let in: those that end now have saved for that."""
-        if self._pause:  # these never end for that
+        """Whether workers were asked to save, and new nodes are then let in: an end now means a save for that."""
+        if self._channels:  # these never end for that
             return False
         asked = any(save.node and save.timeout < math.inf for save in self._node.view.saves)
         return asked and time.monotonic() < self._late_at
@@ -172,8 +173,8 @@ class Drains:
         last = max([drain.place for drain in drains] + [save.place for save in saves])
         have_saved = not self._awaits_save or self._workers.have_saved()
         self._note_outcome(have_saved)
-        if self._pause and (drains or any(save.node for save in saves)):
-            is_done, stage = self._advance_pause(self._pause, last, have_saved), self._paused
+        if self._channels and (drains or any(save.node for save in saves)):
+            is_done, stage = self._advance_pause(self._channels, last, have_saved), self._paused
         else:
             is_done, stage = have_saved, self._saved
         if is_done:
@@ -187,13 +188,13 @@ class Drains:
                     self._admitted = save.place
                     self._reporter.send(partial(self._admit, save))
 
-    def _advance_pause(self, pause: Pause, last: tuple[int, int], have_saved: bool) -> bool:
+    def _advance_pause(self, channels: WorkerChannels, last: tuple[int, int], have_saved: bool) -> bool:
         """Have the workers pause once all nodes' workers have saved; returns whether this node's have paused."""
-        if have_saved and pause.arm():
+        if have_saved and channels.arm(self._epoch):
             self._saved.announce(last)
             if self._rank == 0 and self._saved.is_done_by_others(last):
-                pause.settle()
-        if not pause.is_over:
+                channels.settle(self._epoch)
+        if not channels.are_parked:
             return False
         now = time.monotonic()
         self._paused_at = min(self._paused_at, now)
@@ -224,7 +225,7 @@ class Drains:
     def _hear_of_save(self, save: Save) -> None:
         why = f"{save.node} waits to join" if save.node else save.reason
         self._heard_of, self._heard_at = save.place, time.monotonic()
-        if self._pause and save.node and save.timeout < math.inf:
+        if self._channels and save.node and save.timeout < math.inf:
             log.info("All workers pause after a common step: %s.", why)
         elif save.timeout < math.inf:
             log.info("Workers are asked to save (%s): they have %g s.", why, save.timeout)
@@ -260,7 +261,7 @@ class Drains:
         except Exception:
             self._admitted = STREAM_START  # the next look sends it again
             raise
-        if self._pause:
+        if self._channels:
             self._node.regroup(self._epoch)  # the new node may have gone meanwhile
 
 
@@ -293,3 +294,11 @@ class DrainFile:
         with contextlib.suppress(ValueError, OSError):
             timeout = min(timeout, max(0.0, float(self._path.read_text()) - time.time()))
         self._drain(f"the file {self._path} exists", timeout)
+
+
+def watch_drain_file(
+    path: Path | None, timeout: float, drain: Callable[[str, float], None], interval: float
+) -> AbstractContextManager[None]:
+    """Look for the drain file, if there is to be one, every ``interval`` seconds until the block ends."""
+    look = None if path is None else DrainFile(path, timeout, drain).look
+    return contextlib.nullcontext() if look is None else repeat(look, interval, "drain-file")

@@ -81,7 +81,7 @@ class Workers:
         self._started_at = math.inf
         self._deaths: Deaths | None = None
         self._steps: dict[int, int] = {}  # the last one of each when it was looked at
-        self._counts_anew = False  # whether one of them has told a lower step than before
+        self._counts_anew = False  # whether one of them has reported a lower step than before
         self._ranks: Mapping[int, int] = {}  # of the workers in the job, by local rank
         self._timers: dict[int, StepTimer] = {}  # in this round
         self._round_began = 0.0  # in seconds since 1970
@@ -155,10 +155,10 @@ class Workers:
 
     @property
     def news(self) -> News:
-        """What they have told of their progress.
+        """What their reports say of the job's progress.
 
         Steps that start again, such as those of an epoch, do not show how far the job is; nor does a save by a script
-        that tells no steps. Both count as progress.
+        that reports no steps. Both count as progress.
         """
         self._look_at_steps()
         if self._counts_anew:
@@ -238,7 +238,7 @@ class Workers:
 
         Args:
             leads: whether these are the workers of rank 0's node: the first of them is the one that saves in any
-                script. Of the others only those are waited for that have begun a save before.
+                script. The others count only if they have begun a save before.
         """
         begun = {local_rank: self._board.read(local_rank).saves_begun for local_rank in self.pids}
         if leads and not begun.get(0):

@@ -80,5 +80,5 @@ def _collectives(documents: Iterable[Any], since_ns: float) -> Iterator[Collecti
         inputs = zip(entry["input_dtypes"], entry["input_sizes"], strict=False) if operation in ALIKE else ()
         shape = ", ".join(f"{kind}{size}" for kind, size in inputs)
         is_done = bool(entry.get("retired")) or entry.get("state") == "completed"
-        words = (str(word)[:MAX_WORD] for word in (name, description, operation, shape))
-        yield Collective(next(words), next(words), int(entry["collective_seq_id"]), next(words), next(words), is_done)
+        name, description, operation, shape = (str(word)[:MAX_WORD] for word in (name, description, operation, shape))
+        yield Collective(name, description, int(entry["collective_seq_id"]), operation, shape, is_done)

@@ -106,12 +106,9 @@ def merged(stacks: Mapping[int, str], limit: int) -> str:
 
 
 def _explanation(pid: int, problem: str, *, asked: bool) -> str:
-    if asked:
-        return f"No stacks: process {pid} (state {state_of(pid) or 'gone'}) did not answer; py-spy: {problem}."
-    return (
-        f"No stacks: process {pid} (state {state_of(pid) or 'gone'}) has not imported redelastic: import it in "
-        f"the script and call redelastic.progress(step). py-spy: {problem}."
-    )
+    advice = "import it in the script and call redelastic.progress(step)."
+    why = "did not answer;" if asked else f"has not imported redelastic: {advice}"
+    return f"No stacks: process {pid} (state {state_of(pid) or 'gone'}) {why} py-spy: {problem}."
 
 
 # -- from the workers themselves

@@ -135,10 +135,11 @@ class Template:
         """
         if self._files is not None:
             return
-        while not self._has_reported(self._began + timeout - time.monotonic()):
+        until = self._began + timeout
+        while not select.select([self._socket], [], [], min(POLL_INTERVAL, max(0.0, until - time.monotonic())))[0]:
             if not self.lives():  # a process that it has started may keep the connection open
                 raise TemplateError(f"the template {self.describe_end()} during its imports")
-            if time.monotonic() >= self._began + timeout:
+            if time.monotonic() >= until:
                 raise TimeoutError(f"the template did not finish its imports within {timeout:g} s")
             if is_hurried():
                 raise TimeoutError("this node is about to leave, and the template has not finished its imports")
@@ -149,9 +150,6 @@ class Template:
         if problem:
             raise TemplateError(problem)
         self._files = files
-
-    def _has_reported(self, seconds: float) -> bool:
-        return bool(select.select([self._socket], [], [], min(POLL_INTERVAL, max(0.0, seconds)))[0])
 
     def lives(self) -> bool:
         """Whether the process is alive."""

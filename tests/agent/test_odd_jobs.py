@@ -14,9 +14,9 @@ from typing import Any, Final
 import pytest
 from torch.distributed import DistNetworkError
 
-from redelastic.agent.exchange import EndExchange
 from redelastic.agent.limits import Admission
 from redelastic.agent.options import AgentOptions
+from redelastic.agent.regrouping import EndExchange
 from redelastic.host import checks
 from redelastic.monitoring.events import Event
 from redelastic.redis.errors import UnreachableError

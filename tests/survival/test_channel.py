@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from redelastic.survival.channel import VARIABLE, Channel
-from redelastic.workers.channels import Pause, WorkerChannels
+from redelastic.workers.channels import WorkerChannels
 from tests.support.waiting import Within
 
 until = Within(20)
@@ -43,7 +43,7 @@ def test_commands_and_replies_arrive(channels: WorkerChannels, monkeypatch: pyte
     assert first.receive(10) == {"abort": 7}
     assert second.receive(10) == {"round": {"RANK": "4"}}
     assert second.receive(10) == {"abort": 7}
-    channels.pause(8)
+    assert not channels.arm(8)
     channels.settle(8)
     assert first.receive(10) == second.receive(10) == {"pause": 8}
     assert first.receive(10) == {"settle": 8}
@@ -58,22 +58,21 @@ def test_commands_and_replies_arrive(channels: WorkerChannels, monkeypatch: pyte
 
 def test_a_round_is_left_by_all_once_all_know_of_it(channels: WorkerChannels, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = workers = [enter(channels, local_rank, monkeypatch) for local_rank in range(2)]
-    pause = Pause(channels, 2, epoch=3)
-    assert not pause.arm()
+    assert not channels.arm(3)
     first.send(armed=3)
     second.send(armed=2)
     until(lambda: channels.armed == {0: 3, 1: 2}, "one knows of it, one of an earlier one")
-    assert not pause.arm()
+    assert not channels.arm(3)
     second.send(armed=3)
-    until(pause.arm, "both know")
+    until(lambda: channels.arm(3), "both know")
     for _ in range(2):
-        pause.settle()
+        channels.settle(3)
     assert [first.receive(10), first.receive(10), first.receive(0.01)] == [{"pause": 3}, {"settle": 3}, None]
     assert [second.receive(10), second.receive(0.01)] == [{"pause": 3}, None]
     for worker in workers:
-        assert not pause.is_over
+        assert not channels.are_parked
         worker.send(parked="", paused=True)
-    until(lambda: pause.is_over, "both have left")
+    until(lambda: channels.are_parked, "both have left")
     assert all(parked.paused for parked in channels.parked.values())
 
 
