@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, SupportsIndex, runtime_checkable
 
@@ -150,8 +150,7 @@ class State:
             TypeError: an entry's tensors are sharded, as FSDP's.
         """
         if not self._survived:
-            for name in self._entries:
-                self._parts(name)  # all ranks refuse what cannot be shared, and none waits for another
+            self._apart()  # all ranks refuse what cannot be shared, and none waits for another
         rank = dist.get_rank()
         reports: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, (Report(self._survived, self._whole, self.step), sorted(self._entries)))
@@ -174,9 +173,10 @@ class State:
         if verify:
             self._compare(names)
 
-    def _parts(self, name: str) -> tuple[Any, dict[Path, torch.Tensor]]:
-        skeleton, tensors = take_apart(self._entries[name].state_dict())
-        for path, tensor in tensors.items():
+    def _apart(self) -> tuple[dict[str, Any], dict[Path, torch.Tensor]]:
+        """The entries in order, without their tensors; and these by path, which begins with the entry's name."""
+        skeleton, tensors = take_apart({name: self._entries[name].state_dict() for name in sorted(self._entries)})
+        for (name, *path), tensor in tensors.items():
             if any(hasattr(tensor, mark) for mark in SHARDED):
                 raise TypeError(
                     f"{'.'.join(map(str, path))} of the entry {name!r} is a {type(tensor).__name__}: its parts are on "
@@ -186,36 +186,25 @@ class State:
         return skeleton, tensors
 
     def _send(self, source: int) -> None:
-        described: dict[str, Any] = {}
-        tensors: list[torch.Tensor] = []
-        for name in sorted(self._entries):
-            skeleton, found = self._parts(name)
-            described[name] = skeleton
-            tensors += found.values()
-        dist.broadcast_object_list([described], src=source)
-        for bucket in _buckets(tensors):
+        skeleton, tensors = self._apart()
+        dist.broadcast_object_list([skeleton], src=source)
+        for bucket in _buckets(tensors.values()):
             _broadcast(bucket, source)
 
     def _receive(self, source: int) -> None:
         box: list[Any] = [None]
         dist.broadcast_object_list(box, src=source)
-        described: dict[str, Any] = box[0]
-        filled: dict[str, dict[Path, torch.Tensor]] = {}
-        own: dict[str, tuple[Any, dict[Path, torch.Tensor]]] = {}
-        tensors: list[torch.Tensor] = []
-        for name in sorted(self._entries):
-            own[name] = self._parts(name)
-            filled[name] = {hole.path: hole.fill(own[name][1].get(hole.path)) for hole in _holes(described[name])}
-            tensors += filled[name].values()
-        for bucket in _buckets(tensors):
+        skeleton: dict[str, Any] = box[0]
+        own, before = self._apart()
+        tensors = {hole.path: hole.fill(before.get(hole.path)) for hole in _holes(skeleton)}
+        for bucket in _buckets(tensors.values()):
             _broadcast(bucket, source)
         for name, entry in self._entries.items():
-            skeleton, before = own[name]
             in_place = isinstance(entry, (torch.nn.Module, torch.optim.Optimizer)) and all(
-                tensor is before.get(path) for path, tensor in filled[name].items()
+                tensor is before.get(path) for path, tensor in tensors.items() if path[0] == name
             )
-            if not in_place or skeleton != described[name]:
-                entry.load_state_dict(put_together(described[name], filled[name]))
+            if not in_place or own[name] != skeleton[name]:
+                entry.load_state_dict(put_together(skeleton[name], tensors))
 
     def _compare(self, names: Sequence[str]) -> None:
         own = {name: fingerprint(self._entries[name].state_dict()) for name in names}
@@ -307,7 +296,7 @@ def _ordered(skeleton: Any) -> str:
 # -- over the group
 
 
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Runs of consecutive tensors of one type, each up to the size of a bucket."""
     bucket: list[torch.Tensor] = []
     size = 0
