@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -12,13 +13,15 @@ ROOT: Final = Path("/")  # of the file system
 def memory_room(root: Path = ROOT) -> Iterator[tuple[int, str]]:
     """Bytes left in each limited cgroup of this process, from its own up to the mount, and the cgroup's name."""
     for folder, version in _memory_cgroups(root):
-        files = (
+        limit, usage, reclaimable = (
             ("memory.max", "memory.current", "inactive_file")
             if version == 2
             else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         )
-        if (room := _room_of(folder, *files)) is not None:
-            yield max(0, room), f"cgroup {folder}"
+        with contextlib.suppress(OSError, ValueError):  # no such cgroup, or it has no limit: "max"
+            room = int((folder / limit).read_text()) - int((folder / usage).read_text())
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            yield max(0, room + int(statistics.get(reclaimable, 0))), f"cgroup {folder}"
 
 
 def oom_kills(root: Path = ROOT) -> int:
@@ -56,15 +59,6 @@ def _memory_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
             own = top / path.lstrip("/")
             for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(top))):
                 yield folder, version
-
-
-def _room_of(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    try:
-        room = int((folder / limit).read_text()) - int((folder / usage).read_text())
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return room + int(statistics.get(reclaimable, 0))
-    except (OSError, ValueError):  # no such cgroup, or it has no limit: "max"
-        return None
 
 
 def _lines(path: Path) -> list[str]:

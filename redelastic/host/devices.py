@@ -6,6 +6,7 @@ often beyond the reach of SIGKILL. So the agent has another process query it, fo
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -156,13 +157,9 @@ def handle_of(nvml: Any, index: int | None, uuid: str | None) -> Any:
     whole = nvml.nvmlDeviceGetHandleByIndex(index)
     if uuid is None or nvml.nvmlDeviceGetUUID(whole) == uuid:
         return whole
-    for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(whole)):
-        try:
-            mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, i)
-            if nvml.nvmlDeviceGetUUID(mig) == uuid:
-                return mig
-        except nvml.NVMLError:  # noqa: PERF203
-            continue  # slots may be empty, or another job's
+    for mig, found in _mig_devices(nvml, whole):
+        if found == uuid:
+            return mig
     raise nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
 
 
@@ -195,13 +192,18 @@ def _recovery(nvml: Any, handle: Any) -> str:
 
 
 def _instances(nvml: Any, handle: Any, uuid: str) -> Iterator[Instance]:
-    for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-        try:
-            mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
+    for mig, found in _mig_devices(nvml, handle):
+        with contextlib.suppress(nvml.NVMLError):
             ids = f"{nvml.nvmlDeviceGetGpuInstanceId(mig)}/{nvml.nvmlDeviceGetComputeInstanceId(mig)}"
-            yield Instance(nvml.nvmlDeviceGetUUID(mig), f"MIG-{uuid}/{ids}")
-        except nvml.NVMLError:  # noqa: PERF203
-            continue  # slots may be empty, or another job's
+            yield Instance(found, f"MIG-{uuid}/{ids}")
+
+
+def _mig_devices(nvml: Any, handle: Any) -> Iterator[tuple[Any, str]]:
+    """The handle and the UUID of each MIG device of a GPU."""
+    for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        with contextlib.suppress(nvml.NVMLError):  # slots may be empty, or another job's
+            mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
+            yield mig, nvml.nvmlDeviceGetUUID(mig)
 
 
 if __name__ == "__main__":
