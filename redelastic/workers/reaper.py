@@ -94,14 +94,9 @@ def children(pid: int) -> list[Process]:
 
 def has_token(pid: int, token: str) -> bool:
     """Whether a process of this user has the agent's token in its environment, where other users may put it too."""
-    return token.encode() in read(f"/proc/{pid}/environ") and _owner(pid) == os.geteuid()
-
-
-def _owner(pid: int) -> int | None:
-    try:
-        return os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116  # as in `read`
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):  # it is gone
+        return token.encode() in read(f"/proc/{pid}/environ") and os.stat(f"/proc/{pid}").st_uid == os.geteuid()  # noqa: PTH116
+    return False
 
 
 def is_torch_shm_manager(pid: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import threading
@@ -40,15 +41,15 @@ def drain_on_signals(drain: Callable[[str], None], clock: Callable[[], float] = 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    terminated_at: float | None = None
+    terminated_at = math.inf  # when SIGTERM came first
 
     def on_signal(number: int, _frame: object) -> None:
         nonlocal terminated_at
         name, now = signal.Signals(number), clock()
         if name == signal.SIGTERM:
-            if terminated_at is not None and now - terminated_at > SAME_REQUEST_SECONDS:
+            if now - terminated_at > SAME_REQUEST_SECONDS:
                 raise SignalException(f"Process {os.getpid()} got {name.name} a second time.", name)
-            terminated_at = now if terminated_at is None else terminated_at
+            terminated_at = min(terminated_at, now)
         drain(name.name)
 
     names_before = torch_signals()

@@ -17,6 +17,7 @@ a new process only in this:
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -73,11 +74,11 @@ class Fork:
         Raises:
             TimeoutExpired: it did not end within ``timeout`` seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         pause = 0.0005
         while (status := self.poll()) is None:
-            if timeout is not None and deadline is not None and time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return status
