@@ -33,13 +33,12 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.node import DrainedError, RunStoppedError
 from redelastic.torch_errors import torch_errors
 from redelastic.torch_internals import close_within, known_options, shut_down, watchdog_progress
-from redelastic.workers.channels import WorkerChannels
 from redelastic.workers.drains import Drains, watch_drain_file
 from redelastic.workers.group import Workers
 from redelastic.workers.hangs import Hangs
-from redelastic.workers.logs import command_of, log_files
+from redelastic.workers.logs import command_of
 from redelastic.workers.processes import ProcessTree
-from redelastic.workers.relays import RelayedLogs, without_relays
+from redelastic.workers.relays import RelayedLogs
 from redelastic.workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
 from redelastic.workers.warm import WarmStart, require_preloadable
 
@@ -145,13 +144,11 @@ class RedisElasticAgent(RegroupingAgent):
         self._preflight = preflight
         self._node = handler.node
         self._control = RunControl(handler.backend.connection, handler.backend.keys)
-        self._channels: WorkerChannels | None = None  # to workers that survive their round
-        self._workers = Workers(0, self._options, 0.0, (), self._node.watch.notify, parked={})  # none is started yet
+        self._workers = Workers(0, AgentOptions(), 0.0, (), self._node.watch.notify)  # none is started yet
         self._drains: Drains  # of the round: set when its workers start
         self._admission = Admission(
             node=self._node,
             control=self._control,
-            host=handler.settings.node_name,
             options=self._options,
             checked=checks.Node(log_folder(logs_specs), spec.local_world_size, self._options.health_timeout),
             note=self._note,
@@ -281,14 +278,8 @@ class RedisElasticAgent(RegroupingAgent):
         """Start the workers' processes; returns their pids by local rank."""
         spec = worker_group.spec
         self._gpu_memory.await_free(self._node.must_leave)
-        self._workers = workers = Workers(
-            spec.local_world_size,
-            self._options,
-            self._interval,
-            self._workers.reporters,
-            self._node.watch.notify,
-            parked=self._channels.parked if self._channels else {},
-        )
+        given = spec.local_world_size, self._options, self._interval, self._workers.reporters, self._node.watch.notify
+        self._workers = workers = Workers(*given)
         with self._tree.starting(), self._warm.starting() if self._warm else contextlib.nullcontext():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
@@ -296,10 +287,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._monitor.begin_group(workers)
         # torch ends the other workers when one has failed, and then reads what they have written
         close_within(self._pcontext, self._shutdown_timeout, remove_torn_errors)
-        context: Any = self._pcontext
-        relays = self._relayed.relays
-        logs = log_files(*(without_relays(paths, relays) for paths in (context.stdouts, context.stderrs)))
-        workers.blame.read_from(logs=logs, error_files=dict(context.error_files), relays=relays)
+        workers.blame.read_from(self._pcontext, self._relayed.relays)
         return pids
 
     def _begin_round(self, worker_group: WorkerGroup, earlier: Earlier) -> None:
@@ -313,7 +301,6 @@ class RedisElasticAgent(RegroupingAgent):
             size=size,
             reporter=self._reporter,
             note=self._note,
-            channels=self._channels,
         )
         self._monitor.begin_round(self._drains)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}

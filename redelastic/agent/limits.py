@@ -47,7 +47,6 @@ class Admission:
     Args:
         node: this one.
         control: of its run.
-        host: name by which the run counts this host's failures.
         options: which checks to run, and after how many failed rounds to keep a host out.
         checked: what the checks look at.
         note: records an event of this node.
@@ -61,12 +60,11 @@ class Admission:
         *,
         node: Node,
         control: RunControl,
-        host: str,
         options: AgentOptions,
         checked: checks.Node,
         note: Callable[[Event], None],
     ) -> None:
-        self._node, self._control, self._host = node, control, host
+        self._node, self._control = node, control
         self._options, self._checked, self._note = options, checked, note
         self.barred = False
 
@@ -95,7 +93,7 @@ class Admission:
         if limit is None:
             return
         try:
-            failures = self._control.failures(self._host)
+            failures = self._control.failures(self._node.settings.node_name)
         except UnreachableError:
             return  # joining waits for Redis
         if failures < limit:
@@ -104,11 +102,11 @@ class Admission:
         self._note(Barred(failures=failures))
         log.error(
             "This host is excluded from run %r because %s: `redelastic readmit %s %s` readmits it.",
-            *(self._node.run_id, reason, self._node.run_id, self._host),
+            *(self._node.run_id, reason, self._node.run_id, self._node.settings.node_name),
         )
         self._node.leave(Left(cause="barred", reason=reason))
         self.barred = True
-        self._node.wait_while(lambda: self._control.failures(self._host) >= limit)
+        self._node.wait_while(lambda: self._control.failures(self._node.settings.node_name) >= limit)
         self.barred = False
 
 

@@ -20,7 +20,7 @@ from redelastic.rendezvous.handler import DETECTION, EPOCH_VARIABLE, PREFIX_VARI
 from redelastic.rendezvous.node import RunStoppedError
 from redelastic.torch_internals import starting_no_processes
 from redelastic.workers.blame import failed_alive
-from redelastic.workers.channels import Parked, WorkerChannels
+from redelastic.workers.channels import Parked
 
 from .agent import RedisElasticAgent
 
@@ -63,7 +63,6 @@ class SurvivingAgent(RedisElasticAgent):
         unknown: Any = worker_group  # torch declares None for what the round will bring
         unknown.store, unknown.master_addr, unknown.master_port = object(), "", 0
         self._close_workers()
-        self._channels = WorkerChannels(spec.local_world_size, self._node.watch.notify)
         self._start_processes(worker_group)
         self._keeps = True
         self._await_ready()
@@ -93,28 +92,18 @@ class SurvivingAgent(RedisElasticAgent):
     def _send_rounds(self, environments: dict[int, dict[str, str]]) -> Any:
         of_round = {name: os.environ[name] for name in ROUND_VARIABLES if name in os.environ}
         for local_rank, environment in environments.items():
-            if self._channels:
-                hidden = self._channels.environment(local_rank).keys()
-                self._channels.send_round(
-                    local_rank, of_round | {name: environment[name] for name in environment.keys() - hidden}
-                )
+            if channels := self._workers.channels:
+                names = environment.keys() - channels.environment(local_rank).keys()
+                channels.send_round(local_rank, of_round | {name: environment[name] for name in names})
         return self._pcontext
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
         worker_env |= {name: "0" for name in NCCL_VARIABLES if name not in os.environ}
-        if self._channels:
-            worker_env.update(self._channels.environment(local_rank))
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
         if self._worker_watchdog is None:  # it watches the processes, which stay
             super()._setup_local_watchdog(envs)
-
-    def _close_workers(self) -> None:
-        super()._close_workers()
-        if self._channels:
-            self._channels.close()
-            self._channels = None
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Have the workers leave the round, and enter the next one; or else start them anew.
@@ -142,7 +131,7 @@ class SurvivingAgent(RedisElasticAgent):
 
     def _park(self) -> bool:
         """Have all workers leave the round; returns whether all have, within the time that they have for it."""
-        channels, workers = self._channels, self._workers
+        channels, workers = self._workers.channels, self._workers
         if channels is None:
             return False
         self._hangs.explain(workers)

@@ -19,8 +19,8 @@ from redelastic.monitoring.sentences import idleness, out_of_memory
 from redelastic.torch_internals import exit_codes
 
 from .deaths import Deaths, Error, error_in, last_exception, names_a_peer, signal_name
-from .logs import last_lines, own_log, redacted, tail
-from .relays import FLUSH_TIMEOUT, Relay
+from .logs import last_lines, log_files, own_log, redacted, tail
+from .relays import FLUSH_TIMEOUT, Relay, without_relays
 
 UNKNOWN_EXIT_CODE: Final = 1  # the exit code of a worker that cannot be killed
 
@@ -48,17 +48,16 @@ class Blame:
         """The workers run."""
         self._deaths, self._started_at = deaths, time.monotonic()
 
-    def read_from(
-        self, *, logs: Mapping[int, str], error_files: Mapping[int, str], relays: Mapping[int, list[Relay]]
-    ) -> None:
+    def read_from(self, context: Any, relays: Mapping[int, list[Relay]]) -> None:
         """Learn where the workers write.
 
         Args:
-            logs: log files of those that write to one, by local rank.
-            error_files: to which torch has them write the exception that ends them, by local rank.
+            context: torch's ``PContext`` that runs them; it names their logs, and the files to which torch has them
+                write the exceptions that end them.
             relays: of the output that has no file, by local rank: of stderr first. They are closed with this object.
         """
-        self.logs, self._error_files, self._relays = logs, error_files, relays
+        self._error_files, self._relays = dict(context.error_files), relays
+        self.logs = log_files(*(without_relays(paths, relays) for paths in (context.stdouts, context.stderrs)))
 
     def close(self) -> None:
         """Close the relays, once they have passed on what they have, or after a while."""

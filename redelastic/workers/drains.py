@@ -105,7 +105,6 @@ class Drains:
         size: number of nodes in the round.
         reporter: queries the store in the background.
         note: records an event of this node.
-        channels: to the workers, if they survive, and so can pause.
     """
 
     def __init__(
@@ -118,10 +117,9 @@ class Drains:
         size: int,
         reporter: BackgroundReporter,
         note: Callable[[Event], None],
-        channels: WorkerChannels | None = None,
     ) -> None:
         self._node, self._workers, self._rank, self._reporter = node, workers, rank, reporter
-        self._note, self._channels = note, channels
+        self._note, self._channels = note, workers.channels
         self._epoch = node.view.epoch_held  # of the round
         self._saved, self._paused = (Stage(key, store, rank, size, reporter) for key in (SAVED, PAUSED))
         self._paused_at = math.inf  # when the workers had paused, on the monotonic clock

@@ -20,7 +20,7 @@ from redelastic.rendezvous.node import News
 
 from .blame import Blame
 from .board import FROZEN_LOOKS, HangWatch, ProgressBoard, StepTimer
-from .channels import Parked
+from .channels import Parked, WorkerChannels
 from .deaths import Deaths
 from .records import last_collectives
 from .stacks import catches, dump_stacks, speaker_of
@@ -43,13 +43,12 @@ class Workers:
         options: they define a hang.
         interval: the monitor interval, in seconds.
         reporters: local ranks of workers that reported progress in an earlier group.
-        notify: called when a worker has ended, from a thread.
-        parked: the workers that survive and are in no round at any time, by local rank.
+        notify: called when a worker has ended, or has parked, from a thread.
 
     Attributes:
         pids: of the workers that were started, by local rank.
         blame: which of them failed first, and why.
-        parked: as given.
+        channels: to the workers, if they survive from one round to the next.
         signalled: whether one of them was asked to save by signal alone: if it then ends with 0, its work may go on.
         hung: how long each hung worker has made no progress, in seconds, by local rank.
         start_timeout: how long a worker may take to report its first progress, in seconds.
@@ -62,17 +61,15 @@ class Workers:
         interval: float,
         reporters: Iterable[int],
         notify: Callable[[], None],
-        *,
-        parked: Mapping[int, Parked],
     ) -> None:
         self.pids: dict[int, int] = {}
         self.blame = Blame()
-        self.parked = parked
         self.signalled = False
         self.hung: dict[int, float] = {}
         self._by_signal = True  # whether the last request to save was made by signal, too
         self._own_saves: dict[int, int] | None = None  # how many each had begun when one of its own began to be awaited
         self._board = ProgressBoard(count)
+        self.channels = WorkerChannels(count, notify) if options.survive else None
         timeout = math.inf if options.hang_timeout is None else options.hang_timeout
         self._interval, self._notify = interval, notify
         self._pause = max(interval, min(PAUSE_FACTOR * interval, LONGEST_PAUSE, timeout / (2 * FROZEN_LOOKS)))
@@ -89,7 +86,12 @@ class Workers:
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """The variables to add to the environment of a worker."""
-        return self._board.environment(local_rank)
+        return self._board.environment(local_rank) | (self.channels.environment(local_rank) if self.channels else {})
+
+    @property
+    def parked(self) -> Mapping[int, Parked]:
+        """The workers that survive and are in no round now, by local rank."""
+        return self.channels.parked if self.channels else {}
 
     def started(self, pids: Mapping[int, int]) -> None:
         """Begin to watch."""
@@ -299,3 +301,5 @@ class Workers:
         """Release the agent's side; the processes are not touched."""
         self._board.close()
         self.blame.close()
+        if self.channels:
+            self.channels.close()

@@ -417,7 +417,7 @@ def test_without_pidfds_a_worker_that_has_ended_does_not_hang(monkeypatch: pytes
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # now a zombie
             patched.setattr(os, lacking, refuse)
             told = threading.Event()
-            workers = Workers(1, AgentOptions(hang_timeout=1), 0.1, {0}, told.set, parked={})
+            workers = Workers(1, AgentOptions(hang_timeout=1), 0.1, {0}, told.set)
             try:
                 workers.started({0: process.pid})
                 assert lacking == "pidfd_open" or told.wait(LIMIT)

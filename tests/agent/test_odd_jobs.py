@@ -160,9 +160,8 @@ def test_a_host_joins_that_cannot_ask_whether_it_is_excluded() -> None:
 
     told: list[Event] = []
     admission = Admission(
-        node=SimpleNamespace(must_leave=lambda: False),  # type: ignore[arg-type]
+        node=SimpleNamespace(must_leave=lambda: False, settings=SimpleNamespace(node_name="here")),  # type: ignore[arg-type]
         control=SimpleNamespace(failures=unreachable),  # type: ignore[arg-type]
-        host="here",
         options=AgentOptions(health_checks=(), max_failed_rounds=2),
         checked=checks.Node(Path(), 1),
         note=told.append,

@@ -201,7 +201,7 @@ turn(begin_save().complete)
 
 
 def test_a_save_that_the_script_begins_by_itself_is_awaited() -> None:
-    workers = Workers(2, AgentOptions(), 0.1, set(), lambda: None, parked={})
+    workers = Workers(2, AgentOptions(), 0.1, set(), lambda: None)
     code = """
 def turn(action):
     print(action(), flush=True)

@@ -40,6 +40,7 @@ class Workers:
         self.asked = 0
         self.signalled = 0
         self.saved = False
+        self.channels = None
 
     def ask_to_save(self, *, by_signal: bool) -> int:
         self.asked += 1
