@@ -302,7 +302,6 @@ class RedisElasticAgent(RegroupingAgent):
             reporter=self._reporter,
             note=self._note,
         )
-        self._monitor.begin_round(self._drains)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         workers.begin_round(ranks)
         logs = {ranks[local_rank]: path for local_rank, path in workers.blame.logs.items()}

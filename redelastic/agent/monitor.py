@@ -23,7 +23,6 @@ from redelastic.monitoring.live_logs import INTERVAL as LOG_INTERVAL
 from redelastic.monitoring.live_logs import LiveLog, LiveLogs
 from redelastic.redis.errors import CorruptStateError, UnavailableError
 from redelastic.rendezvous.node import Node
-from redelastic.workers.drains import Drains
 from redelastic.workers.group import Workers
 from redelastic.workers.processes import ProcessTree
 
@@ -78,7 +77,6 @@ class NodeMonitor:
         self._nvml_answered_at = math.inf
         self._gpus_hidden = why_hidden()
         self._workers: Workers | None = None
-        self._drains: Drains | None = None
         self.job_restarts = 0
         self._starts = 0
         self._due_by = math.inf  # when the agent's loop must have begun its next turn, on the monotonic clock
@@ -89,14 +87,6 @@ class NodeMonitor:
         """This node's workers were started."""
         self._workers = workers
         self._starts += 1
-
-    def begin_round(self, drains: Drains) -> None:
-        """A round has begun for the workers.
-
-        Args:
-            drains: of the round.
-        """
-        self._drains = drains
 
     def allow(self, seconds: float) -> None:
         """Expect the loop's next turn within ``seconds``; ``STALL_TIMEOUT`` later the loop counts as dead."""
@@ -209,5 +199,5 @@ class NodeMonitor:
 
     def _own_state(self) -> dict[str, str]:
         """The state that the node's status shows instead of running or waiting."""
-        draining = self._drains is not None and self._drains.own
+        draining = any(drain.node == self._node.id for drain in self._node.view.drains)
         return {"state": "barred"} if self._admission.barred else {"state": "draining"} if draining else {}

@@ -45,14 +45,12 @@ class SurvivingAgent(RedisElasticAgent):
     anew if one of them has ended, or does not leave within ``park_timeout``.
     """
 
-    _epoch = 0  # of the round that the workers are in, or were last
-    _keeps = False  # whether the running workers can enter another round
     _called_roll_in = 0  # epoch of the last round in which workers left by themselves
 
     # -- rounds
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
-        if not self._keeps:
+        if not self._workers.pids:
             self._start_ahead(worker_group)
         super()._initialize_workers(worker_group)
 
@@ -64,7 +62,6 @@ class SurvivingAgent(RedisElasticAgent):
         unknown.store, unknown.master_addr, unknown.master_port = object(), "", 0
         self._close_workers()
         self._start_processes(worker_group)
-        self._keeps = True
         self._await_ready()
 
     def _await_ready(self) -> None:
@@ -81,8 +78,6 @@ class SurvivingAgent(RedisElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Have the workers enter the round; torch's agent computes their environments as for new processes."""
-        held = self._node.view.round
-        self._epoch = held.epoch if held else self._epoch
         earlier = self._begin_time(worker_group)  # before the workers make a step of the round
         with starting_no_processes(self._send_rounds):
             pids: dict[int, Any] = LocalElasticAgent._start_workers(self, worker_group)  # noqa: SLF001
@@ -119,10 +114,10 @@ class SurvivingAgent(RedisElasticAgent):
             return
         self._stop_workers(worker_group)
         worker_group.state = WorkerState.STOPPED
-        self._keeps = False
         with contextlib.suppress(RedelasticError):  # it is out once its lease expires
             self._node.leave(Left(cause="restarts"), timeout=self._handler.settings.lease)
         try:
+            self._start_ahead(worker_group)
             self._initialize_workers(worker_group)
         except RunStoppedError:
             raise
@@ -131,11 +126,11 @@ class SurvivingAgent(RedisElasticAgent):
 
     def _park(self) -> bool:
         """Have all workers leave the round; returns whether all have, within the time that they have for it."""
-        channels, workers = self._workers.channels, self._workers
+        channels, workers, epoch = self._workers.channels, self._workers, self._node.view.epoch_held
         if channels is None:
             return False
         self._hangs.explain(workers)
-        channels.abort(self._epoch)
+        channels.abort(epoch)
         deadline = time.monotonic() + self._options.park_timeout
         while missing := workers.pids.keys() - workers.parked.keys():
             if any(map(workers.ended, workers.pids)):
@@ -143,7 +138,7 @@ class SurvivingAgent(RedisElasticAgent):
             if time.monotonic() > deadline:
                 log.warning(
                     "Local rank %s has not left round %s within %g s: this node's workers start anew.",
-                    *(", ".join(map(str, sorted(missing))), self._epoch, self._options.park_timeout),
+                    *(", ".join(map(str, sorted(missing))), epoch, self._options.park_timeout),
                 )
                 return False
             self._node.watch.wait_for_news(min(workers.pause, max(0.0, deadline - time.monotonic())))
@@ -162,8 +157,8 @@ class SurvivingAgent(RedisElasticAgent):
         if result.state != WorkerState.HEALTHY or not left or self._handler.num_nodes_waiting():
             return result
         first = min(left.values(), key=lambda parked: parked.at)
-        if self._called_roll_in != self._epoch:
-            self._called_roll_in = self._epoch
+        if self._called_roll_in != self._node.view.epoch_held:
+            self._called_roll_in = self._node.view.epoch_held
             self._node.call_roll(first.at)
         if time.monotonic() - first.at <= self._handler.settings.lease + DETECTION:
             return result

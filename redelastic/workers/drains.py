@@ -136,11 +136,6 @@ class Drains:
         self._admitted = STREAM_START  # the last one for which new nodes were let in
 
     @property
-    def own(self) -> bool:
-        """Whether this node drains."""
-        return self._node.id in self._until
-
-    @property
     def admits(self) -> bool:
         """Whether workers were asked to save, and new nodes are then let in: an end now means a save for that."""
         if self._channels:  # these never end for that
