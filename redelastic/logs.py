@@ -91,8 +91,7 @@ class _BackgroundStream(io.TextIOBase):
         os.register_at_fork(after_in_child=self._start_anew)
 
     def _start_anew(self) -> None:
-        self._lock = threading.RLock()  # of what follows; reentrant for a signal handler
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()  # of what follows; its lock is reentrant, for a signal handler
         self._pending: list[str] = []
         self._writing = self._started = False
 
@@ -109,7 +108,7 @@ class _BackgroundStream(io.TextIOBase):
         if self._ended:  # code that has kept this stream may still write
             self._put(text)
             return len(text)
-        with self._lock:
+        with self._changed:
             self._pending.append(text)
             self._changed.notify_all()
             if not self._started:
@@ -119,12 +118,12 @@ class _BackgroundStream(io.TextIOBase):
 
     def end(self, timeout: float) -> None:
         """Wait until all text has been written, or for ``timeout`` seconds."""
-        with self._lock:
+        with self._changed:
             self._ended = self._changed.wait_for(lambda: not self._pending and not self._writing, timeout)
 
     def _write_pending(self) -> None:
         while True:
-            with self._lock:
+            with self._changed:
                 self._writing = False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._pending)

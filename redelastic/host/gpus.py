@@ -134,7 +134,7 @@ def assign(
             faults = "".join(f" GPU {d.index} cannot be used: {d.fault}." for d in devices if d.fault)
         else:
             pool = _named(named, devices, same_order=same_order)
-            _require_distinct(pool, environ[VISIBLE])
+            _require_distinct([gpu.uuid for gpu in pool if gpu.uuid is not None], environ[VISIBLE])
         certain = named is not None and all(gpu.index is not None for gpu in pool)
         visible = tuple(pool if certain else (gpu for d in devices for gpu in _known(d)))
     if not pool and faults:
@@ -195,10 +195,8 @@ def visible_names(value: str) -> list[str]:
             if name and not re.fullmatch(r"-\d+", name):
                 log.warning("%s=%s: CUDA sees no GPU from %r on; it expects indices or UUIDs.", VISIBLE, value, name)
             break
-        name = str(int(name)) if kind == "index" else name
-        if name in names:
-            raise ValueError(f"{VISIBLE}={value} names {name} twice; CUDA takes each GPU once.")
-        names.append(name)
+        names.append(str(int(name)) if kind == "index" else name)
+    _require_distinct(names, value)
     return names
 
 
@@ -279,11 +277,10 @@ def _find(name: str, devices: Sequence[Device], *, same_order: bool) -> list[Gpu
     return _known(device) if device.instances else [Gpu(name, device.index, device.uuid, device.model)]
 
 
-def _require_distinct(pool: Sequence[Gpu], value: str) -> None:
-    uuids = [gpu.uuid for gpu in pool if gpu.uuid is not None]
-    for uuid in uuids:
-        if uuids.count(uuid) > 1:
-            raise ValueError(f"{VISIBLE}={value} names {uuid} twice; CUDA takes each GPU once.")
+def _require_distinct(names: Sequence[str], value: str) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{VISIBLE}={value} names {name} twice; CUDA takes each GPU once.")
 
 
 def _counted(count: int, named: Sequence[str] | None) -> list[Gpu]:
