@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -22,6 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 import redelastic.agent
 from redelastic.agent import AgentOptions, RedisElasticAgent
+from redelastic.agent.regrouping import RegroupingAgent
 from redelastic.redis.server import RedisServer
 from tests.support.nodes import NodeFactory
 
@@ -107,6 +109,14 @@ def test_another_handler_is_refused() -> None:
     spec = WorkerSpec(role="a", local_world_size=1, entrypoint="true", rdzv_handler=handler)
     with pytest.raises(TypeError, match="needs a RedisRendezvousHandler, not a DynamicRendezvousHandler"):
         RedisElasticAgent(spec, DefaultLogsSpecs())
+
+
+def test_a_job_of_another_rendezvous_gets_torchs_agent_from_torchrun(tmp_path: Path) -> None:
+    """The plugin replaces the launcher's agent for the rest of the process."""
+    handler: Any = SimpleNamespace(get_run_id=lambda: "of c10d")
+    spec = WorkerSpec(role="a", local_world_size=1, entrypoint="true", rdzv_handler=handler)
+    agent = RegroupingAgent(spec=spec, logs_specs=DefaultLogsSpecs(str(tmp_path)), start_method="fork")
+    assert type(agent) is LocalElasticAgent
 
 
 def test_the_agent_takes_the_arguments_of_torchs_in_their_order(new_node: NodeFactory, tmp_path: Path) -> None:
