@@ -9,25 +9,32 @@ import pytest
 from torch.distributed import DistStoreError
 
 from redelastic.redis.connection import Connection
-from redelastic.store import RedisStore, exchange
+from redelastic.store import RedisStore
 from redelastic.store.exchange import Exchange
 
 
 @pytest.fixture
-def store(connection: Connection, run_id: str, monkeypatch: pytest.MonkeyPatch) -> RedisStore:
-    monkeypatch.setattr(exchange, "RESEND_INTERVAL", 0.2)
+def store(connection: Connection, run_id: str) -> RedisStore:
     return RedisStore(connection, run_id, timeout=timedelta(seconds=30))
 
 
+def impatient(store: RedisStore) -> Exchange:
+    """An exchange that looks five times a second whether its values are still there."""
+    timeout = store.timeout
+    store.set_timeout(timedelta(seconds=0.2))  # a reader waits no longer than the store
+    made = Exchange(store)
+    store.set_timeout(timeout)
+    return made
+
+
 def test_roles_that_are_lost_before_the_wait_are_sent_again(store: RedisStore) -> None:
-    exchange = Exchange(store)
+    exchange = impatient(store)
     exchange.multi_set(["a", "b"], ["1", "2"])
     store.delete_key("a")
     store.delete_key("b")
     assert exchange.multi_get(["a", "b"]) == [b"1", b"2"]
 
 
-@pytest.mark.usefixtures("store")
 def test_roles_that_are_lost_between_wait_and_read_are_sent_again(connection: Connection, run_id: str) -> None:
     lost: list[bool] = []
 
@@ -42,7 +49,7 @@ def test_roles_that_are_lost_between_wait_and_read_are_sent_again(connection: Co
                 lost.append(self.delete_key("a"))
             return super().multi_get(keys)
 
-    exchange = Exchange(Late(connection, run_id, timeout=timedelta(seconds=30)))
+    exchange = impatient(Late(connection, run_id, timeout=timedelta(seconds=30)))
     exchange.set("a", "1")
     assert exchange.get("a") == b"1"
     assert lost == [True]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -14,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from redelastic.dashboard import actions
-from redelastic.dashboard.actions import Action, Actions, BusyError
+from redelastic.dashboard.actions import MAX_ACTIONS, Action, Actions, BusyError
 from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Drain, Left, Save, Saved, Stopped
 from redelastic.redis.endpoint import parse_endpoint
@@ -24,11 +22,13 @@ from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, STOPPED, AgentJob
 from tests.support.browsing import dashboard
 from tests.support.nodes import NodeFactory
+from tests.support.servers import frozen
 
 TOKEN = "a-token-of-enough-characters"
 # The code of the answer; the body and the headers of the request; a part of the answer.
 Wrong = tuple[int, Any, Mapping[str, str], str]
 CLOSE = {"action": "close", "by": "Ada"}
+CLOSING = Action("close", "Ada")
 
 
 @pytest.fixture
@@ -128,24 +128,23 @@ def test_redis_is_away(own_server: RedisServer, new_node: NodeFactory, tmp_path:
         own_server.start()
 
 
-def test_too_many_requests_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_requests_at_once_are_refused(own_server: RedisServer, new_node: NodeFactory) -> None:
     """One that waited for its turn might stop a run long after the person has given up."""
-    monkeypatch.setattr(actions, "MAX_ACTIONS", 1)
-    let_go = threading.Event()
-    monkeypatch.setattr(Actions, "_act", lambda *_: "done" if let_go.wait(30) else "late")
+    new_node(1, 1, url=own_server.url, run_id="a").next_rendezvous()
 
-    async def ask_twice() -> str:
-        asked = Actions(parse_endpoint("localhost"), "redelastic")
-        first = asyncio.ensure_future(asked.perform("a", Action("stop", "Ada"), "::1"))
-        await asyncio.sleep(0)
-        with pytest.raises(BusyError, match="1 requests wait"):
-            await asked.perform("a", Action("stop", "Ada"), "::1")
-        let_go.set()
-        answer = await first
+    async def ask_often() -> list[str]:
+        asked = Actions(parse_endpoint(own_server.url), "redelastic")
+        with frozen(own_server):
+            waiting = [asyncio.ensure_future(asked.perform("a", CLOSING, "::1")) for _ in range(MAX_ACTIONS)]
+            await asyncio.sleep(0)
+            with pytest.raises(BusyError, match=f"{MAX_ACTIONS} requests wait"):
+                await asked.perform("a", CLOSING, "::1")
+        answers = await asyncio.gather(*waiting)
+        assert await asked.perform("a", CLOSING, "::1"), "there is room again"
         asked.close()
-        return answer
+        return answers
 
-    assert asyncio.run(ask_twice()) == "done"
+    assert all("'a'" in answer for answer in asyncio.run(ask_often()))
 
 
 def test_a_page_of_its_own_may_ask(url: str, new_node: NodeFactory) -> None:

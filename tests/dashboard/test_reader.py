@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from redelastic.redis.errors import CorruptStateError, RedelasticError
 from redelastic.redis.keys import DEFAULT_PREFIX
 from redelastic.redis.server import RedisServer
 from tests.support.crowds import Crowd
+from tests.support.faulty_proxy import Fault
 from tests.support.job_user import as_user_of
+from tests.support.peers import ReplyLoss, lossy_proxy
 
 Story = Callable[[Reader], Awaitable[None]]
 
@@ -77,6 +80,12 @@ async def parked(reader: Reader) -> None:
     """Until it reads nothing any more, and waits for somebody to look."""
     while reader._has_followers.is_set():  # noqa: ASYNC110  (it is not there to be waited for)
         await asyncio.sleep(0.01)
+
+
+def runs_in(through: ReplyLoss, command: bytes) -> list[str]:
+    """The run of each such command that was sent."""
+    found = re.compile(rb"\r\n%s\r\n\$\d+\r\n[^{}\r]*\{([^}]*)\}" % command)
+    return [run.decode() for request in [*through.proxy.sent] for run in found.findall(request)]
 
 
 @pytest.fixture
@@ -157,17 +166,15 @@ class TestTrouble:
 
 class TestWhatIsKept:
     def test_only_what_somebody_looks_at_is_waited_for_and_in_the_end_nothing_is_kept(
-        self, connection: Connection, runs: dict[str, Crowd], monkeypatch: pytest.MonkeyPatch
+        self, server: RedisServer, runs: dict[str, Crowd]
     ) -> None:
         asked, followed = runs["a"].keys, runs["b"].keys
         waited: list[set[bytes]] = []
-        block = Reader._block
 
-        def noted(reader: Reader, streams: Mapping[bytes, str], seconds: float) -> set[bytes]:
-            waited.append({*streams})
-            return block(reader, streams, seconds)
-
-        monkeypatch.setattr(Reader, "_block", noted)
+        class Noting(Connection):
+            def read(self, streams: Mapping[bytes, str], *rest: Any, **more: Any) -> Any:
+                waited.append({*streams})
+                return super().read(streams, *rest, **more)
 
         async def story(reader: Reader) -> None:
             (await reader.watch(asked.run_id)).stirred = True  # something happened there, and nobody asks again
@@ -180,7 +187,8 @@ class TestWhatIsKept:
             assert reader._watches == {}
             assert reader.runs == {}
 
-        play(connection, story)
+        with closing(Noting.open(server.url)) as connection:
+            play(connection, story)
 
     def test_a_run_that_was_asked_for_once_is_let_go(
         self, connection: Connection, runs: dict[str, Crowd], monkeypatch: pytest.MonkeyPatch
@@ -227,60 +235,41 @@ class TestManyRuns:
     def test_a_page_waits_for_one_run_of_the_list_at_most(
         self, own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        order: list[str] = []
-        begun, asked = threading.Event(), threading.Event()
-        overview = view.overview
-
-        def noted(run: Run, *rest: Any) -> Mapping[str, Any]:
-            order.append(run.run_id)
-            begun.set()
-            assert asked.wait(60)
-            return overview(run, *rest)
-
-        monkeypatch.setattr(view, "overview", noted)
         monkeypatch.setattr(reader_module, "PACE", 600.0)  # however long it takes to read them all
-        with own_server.get_client() as client:
+        with own_server.get_client() as client, lossy_proxy(own_server) as (url, through):
             for i in range(20):
                 Crowd(client, f"r{i:02}", 1, lease=600)
-            connection = Connection.open(own_server.url)
+            first = through.proxy.add(Fault(b"{r00}:events", keep=None, hold_request=True))
 
             async def story(reader: Reader) -> None:
                 listing = asyncio.create_task(reader.summaries())
-                await asyncio.to_thread(begun.wait)
+                await asyncio.to_thread(first.fired.wait)
                 page = asyncio.create_task(reader.watch("r19"))
                 await asyncio.sleep(0)  # it is in the queue now
-                asked.set()
+                first.released.set()
                 await page
-                assert order.index("r19") == 1
+                assert runs_in(through, b"XRE?V?RANGE") == ["r00", "r19"]
                 assert len((await listing)[0]) == 20
+                order = runs_in(through, b"XRE?V?RANGE")
                 assert sorted(order) == sorted({*order}), "each is read once"
 
-            play(connection, story)
-            connection.close()
+            with closing(Connection.open(url)) as connection:
+                play(connection, story)
 
-    def test_pages_are_made_of_runs_that_somebody_looks_at(
-        self, connection: Connection, runs: dict[str, Crowd], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_pages_are_made_of_runs_that_somebody_looks_at(self, server: RedisServer, runs: dict[str, Crowd]) -> None:
         seen, listed_only = (runs[name].keys.run_id for name in "ab")
-        made: list[str] = []
-        details = view.details
-
-        def noted(run: Run, *rest: Any) -> Mapping[str, Any]:
-            made.append(run.run_id)
-            return details(run, *rest)
-
-        monkeypatch.setattr(view, "details", noted)
 
         async def story(reader: Reader) -> None:
             listed = Browser(reader, None)
             await listed.until(lambda told: told.get("runs", {}).keys() >= {seen, listed_only})
             await reader.summaries()
-            assert made == []
+            assert runs_in(through, b"HMGET") == [], "curves are read for pages only"
             page = Browser(reader, seen)
             await page.until(lambda told: told.get("phase") == "running")
-            assert {*made} == {seen}
+            assert {*runs_in(through, b"HMGET")} == {seen}
 
-        play(connection, story)
+        with lossy_proxy(server) as (url, through), closing(Connection.open(url)) as connection:
+            play(connection, story)
 
 
 class TestCost:

@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-import redelastic.doctor as doctor_module
 from redelastic import cli
 from redelastic.cli import doctor as command
-from redelastic.doctor import LEVELS, Finding, rights, trial
+from redelastic.doctor import LEVELS, Finding, rights
 from redelastic.redis.server import RedisServer
 from tests.support.doctoring import examined, names_at, problems, unchanged
+from tests.support.faulty_proxy import Fault
+from tests.support.peers import lossy_proxy
 from tests.support.servers import HOST, frozen, redis_cluster, replica_of, reserved_port, sentinel_group, wait_until
 
 
@@ -54,10 +55,12 @@ def test_repeated_examinations_leave_nothing_behind(own_server: RedisServer) -> 
             assert examined(own_server.url)["rendezvous"].level == "ok"
 
 
-def test_keys_that_could_not_be_removed_expire(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rights.Corner, "clear", lambda *_: None)
-    examined(own_server.url)
-    with own_server.get_client() as client:
+def test_keys_that_could_not_be_removed_expire(own_server: RedisServer) -> None:
+    with lossy_proxy(own_server) as (url, through), own_server.get_client() as client:
+        through.proxy.add(
+            Fault(b"wake-0", keep=None, meanwhile=lambda: client.execute_command("ACL SETUSER default -del"))
+        )
+        examined(url)
         left = client.keys("*")
         assert len(left) > 10
         assert all(0 < client.ttl(key) <= rights.TTL for key in left)
@@ -215,22 +218,21 @@ def test_a_closed_port_is_unreachable_and_the_host_is_shown(capsys: pytest.Captu
     assert {finding["group"] for name, finding in found.items() if name != "reachable"} == {"host"}
 
 
-@pytest.mark.parametrize("last", ["examine_server", "examine_round_trips", "examine_rights"])
+@pytest.mark.parametrize(
+    ("before", "request_"),
+    [(b"INFO", b"PING"), (b"", b"probe-string"), (b"probe-string", b"")],  # connecting sends a PING too
+    ids=["round trips", "rights", "a rendezvous"],
+)
 def test_a_server_that_freezes_midway_ends_the_examination_with_the_findings(
-    last: str, own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    before: bytes, request_: bytes, own_server: RedisServer
 ) -> None:
-    with contextlib.ExitStack() as stack:
-        examine: Callable[..., Any] = getattr(doctor_module, last)
-
-        def freeze_after(*args: Any) -> Any:
-            found = examine(*args)
-            found = found if isinstance(found, Finding) else list(found)
-            stack.enter_context(frozen(own_server))
-            return found
-
-        monkeypatch.setattr(doctor_module, last, freeze_after)
+    """It stands still from the first such request on after another one."""
+    with contextlib.ExitStack() as stack, lossy_proxy(own_server) as (url, through):
+        freezes = Fault(request_, lose_request=True, meanwhile=lambda: stack.enter_context(frozen(own_server)))
+        through.proxy.add(Fault(before, keep=None, meanwhile=lambda: through.proxy.add(freezes)))
         started = time.monotonic()
-        found = examined(own_server.url)
+        found = examined(url)
+        assert freezes.fired.is_set()
         assert time.monotonic() - started < 30  # ten seconds, and time for a busy machine
     assert problems(found) == {"reachable"}
     assert found["reachable"].found == "no longer"
@@ -244,14 +246,13 @@ def test_a_bad_endpoint_or_run_is_wrong_usage(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.count("\n") == 2
 
 
-def test_an_interrupt_removes_the_keys(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any) -> Iterator[Finding]:
-        signal.raise_signal(signal.SIGINT)
-        yield from ()
-
-    monkeypatch.setattr(trial, "try_store", interrupt)
-    with unchanged(own_server):
-        assert run_doctor("--endpoint", own_server.url) == 130
+def test_an_interrupt_removes_the_keys(own_server: RedisServer) -> None:
+    with unchanged(own_server), lossy_proxy(own_server) as (url, through):
+        of_store = through.proxy.add(
+            Fault(b"value-second", keep=None, meanwhile=lambda: os.kill(os.getpid(), signal.SIGINT))
+        )
+        assert run_doctor("--endpoint", url) == 130
+        assert of_store.fired.is_set()
 
 
 # -- What is printed

@@ -101,7 +101,12 @@ def test_without_the_extra_gpus_are_not_checked(monkeypatch: pytest.MonkeyPatch)
     assert host._gpus().found == "not checked: nvidia-ml-py is not installed"
 
 
-def test_an_installation_that_torchrun_does_not_find_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installation_that_torchrun_does_not_find_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert host._torchrun().level == "ok"
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    without_entry_points = tmp_path / "redelastic-1.0.dist-info"  # Python takes the first of a name
+    without_entry_points.mkdir()
+    (without_entry_points / "METADATA").write_text("Metadata-Version: 2.1\nName: redelastic\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
     assert host._torchrun().level == "problem"

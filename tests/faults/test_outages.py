@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -169,8 +169,9 @@ def test_the_member_that_does_not_come_back_is_lost(own_server: RedisServer, new
     assert run.epoch == 2
 
 
-def silenced(node: RedisRendezvousHandler) -> Callable[[], None]:
-    """Stop a node's heartbeats; returns, once none is in flight, a function that lets them go on."""
+@contextmanager
+def silenced(node: RedisRendezvousHandler) -> Iterator[None]:
+    """A node sends no heartbeats for one block, which begins once none is in flight."""
     keeper, missed = node.keeper, threading.Event()
     beat = keeper.beat
 
@@ -180,7 +181,8 @@ def silenced(node: RedisRendezvousHandler) -> Callable[[], None]:
 
     keeper.beat = miss  # type: ignore[method-assign]
     assert missed.wait(20)
-    return lambda: setattr(keeper, "beat", beat)
+    yield
+    keeper.beat = beat  # type: ignore[method-assign]
 
 
 @pytest.mark.fault("newcomers are first at an empty Redis", "I4, I9: the higher epoch wins, the newcomers join it")
@@ -189,9 +191,9 @@ def test_newcomers_at_an_empty_server_give_way_to_the_old_group(own_server: Redi
     old = [new_node(1, 3, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
     join(*old)
     join(*old)
-    with ExitStack() as thaw:
+    with ExitStack() as stack:
         for node in old:  # they come later
-            thaw.callback(silenced(node))
+            stack.enter_context(silenced(node))
         own_server.get_client().flushall()
         # The new group gives way for one and a half of its intervals.
         newcomer = new_node(1, 3, url=own_server.url, keep_alive_interval=4, last_call_timeout=0)

@@ -55,29 +55,35 @@ def group(backend: Communicator, *devices: torch.device) -> SimpleNamespace:
     return SimpleNamespace(_device_types=[*devices, torch.device("cpu")], _get_backend={GPU: backend}.get)
 
 
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
+    """The process groups of this process: torch keeps them where only its own functions add any."""
+    made: list[SimpleNamespace] = []
+    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_names=made))
+    return made
+
+
 @pytest.mark.parametrize("error", ["", "a communicator that cannot be aborted"])
-def test_all_communicators_are_aborted_in_one_region(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+def test_all_communicators_are_aborted_in_one_region(groups: list[SimpleNamespace], error: str) -> None:
     calls: list[str] = []
     default, of_cpus = group(Nccl("default", calls), GPU), group(Communicator("cpus", calls))
     on_gloo, newest = group(Communicator("gloo", calls), GPU), group(Nccl("newest", calls, error), GPU)
-    groups = [default, of_cpus, on_gloo, newest]
-    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_names=groups))
+    groups += [default, of_cpus, on_gloo, newest]
     with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
         abort_nccl()
     assert calls == ["start", "abort newest", *([] if error else ["abort default"]), "end"]
 
 
-def test_without_nccl_nothing_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nccl_nothing_is_aborted(groups: list[SimpleNamespace]) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_names=[group(Communicator("gloo", calls), GPU)]))
+    groups.append(group(Communicator("gloo", calls), GPU))
     abort_nccl()
     assert calls == []
 
 
-def test_nccl_has_failed_once_one_communicator_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_has_failed_once_one_communicator_has(groups: list[SimpleNamespace]) -> None:
     backends = [Nccl("default", []), Nccl("newest", [])]
-    groups = [group(Communicator("gloo", []), GPU), *(group(backend, GPU) for backend in backends)]
-    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_names=groups))
+    groups += [group(Communicator("gloo", []), GPU), *(group(backend, GPU) for backend in backends)]
     assert not nccl_has_failed()
     backends[0].found = ErrorType.REMOTE_ERROR
     assert nccl_has_failed()

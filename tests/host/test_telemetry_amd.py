@@ -48,16 +48,17 @@ class FakeAmdSmi:
 
     def __init__(self, *handles: str, **answers: Any) -> None:
         self._handles, self._answers = handles, ANSWERS | answers
-        for kind, name in CONSTANTS.items():
-            setattr(self, kind, type(kind, (), {name: f"{kind}.{name}"}))
 
     def amdsmi_init(self) -> None:
-        pass
+        if error := self._answers.get("amdsmi_init"):
+            raise error
 
     def amdsmi_get_processor_handles(self) -> list[str]:
         return list(self._handles)
 
     def __getattr__(self, name: str) -> Any:
+        if name in CONSTANTS:
+            return type(name, (), {CONSTANTS[name]: f"{name}.{CONSTANTS[name]}"})
         if name not in self._answers:
             raise AttributeError(name)
 
@@ -98,9 +99,7 @@ def test_what_a_model_does_not_have_costs_its_field_only(answer: Any, monkeypatc
 @pytest.mark.usefixtures("driver")
 def test_a_library_that_does_not_load_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampled(monkeypatch, None) == [], "import amdsmi raises"
-    smi = FakeAmdSmi("a")
-    monkeypatch.setattr(smi, "amdsmi_init", lambda: 1 / 0)
-    assert sampled(monkeypatch, smi) == []
+    assert sampled(monkeypatch, FakeAmdSmi("a", amdsmi_init=ZeroDivisionError())) == []
 
 
 def test_a_job_without_gpus_and_a_host_without_a_driver_report_none(

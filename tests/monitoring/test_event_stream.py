@@ -35,7 +35,7 @@ from redelastic.redis.keys import RunKeys
 from tests.proofs.oracle_state import NOTHING, PROTOCOL
 from tests.proofs.twin import on_injected_clock
 from tests.support.nodes import NodeFactory
-from tests.support.scenes import SCENES, Story
+from tests.support.scenes import STORIES
 from tests.support.servers import wait_until
 
 LUA = Path(redelastic.__file__).parent / "lua"
@@ -278,14 +278,13 @@ def test_a_member_that_drains_with_many_spares_wakes_the_others(
     assert woken == crowd.names[:1], "spares wake nobody, and members do once a second"
 
 
-@pytest.mark.parametrize("scene", ["three", "64", "crowded"])
+@pytest.mark.parametrize("scene", STORIES)
 def test_made_up_runs_are_merged_as_the_script_merges_them(
-    client: redis.Redis, keys: RunKeys, control: RunControl, scene: str, monkeypatch: pytest.MonkeyPatch
+    client: redis.Redis, keys: RunKeys, control: RunControl, scene: str
 ) -> None:
     """`scenes.py` makes up events for tests of their readers: here its merging is compared with the Lua's."""
-    with monkeypatch.context() as patched:
-        patched.setattr(Story, "events", Story.one_by_one)
-        alone = SCENES[scene]()
+    story = STORIES[scene]()
+    alone, expected = story.one_by_one(), story.events()
     heartbeat = (
         on_injected_clock("".join((LUA / f"{part}.lua").read_text() for part in ("run", "events")))
         + "\nif run.flush_at and now >= run.flush_at then flush_merged_events() end"
@@ -310,6 +309,6 @@ def test_made_up_runs_are_merged_as_the_script_merges_them(
     flush_at = client.hget(keys.run, "flush_at")
     if flush_at:
         send(heartbeat, int(flush_at))
-    expected, found = SCENES[scene](), control.events()
+    found = control.events()
     assert [replace(event, id="", time=0) for event in found] == [replace(event, id="", time=0) for event in expected]
     assert any(event.nodes for event in found) == (scene != "three")

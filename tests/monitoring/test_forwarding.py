@@ -17,6 +17,7 @@ import redelastic
 from redelastic.monitoring.events import Failed
 from redelastic.redis.server import RedisServer
 from tests.support.nodes import NodeFactory
+from tests.support.processes import Processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -45,21 +46,31 @@ def test_opentelemetry_gets_a_span_for_each_round(ended: redelastic.Run) -> None
     assert attributes["redelastic.exit_code"] == 3
 
 
-def test_wandb_gets_curves_and_an_alert_for_each_fault(
-    ended: redelastic.Run, server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logged: list[dict[str, Any]] = []
-    alerts: list[str] = []
+class Wandb(ModuleType):
+    """The part of the module ``wandb`` that the example uses; keeps what it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.logged: list[dict[str, Any]] = []
+        self.alerts: list[str] = []
 
     @contextmanager
-    def init(**_: object) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(log=logged.append, alert=lambda title, text: alerts.append(f"{title}: {text}"))
+    def init(self, **_: object) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(log=self.logged.append, alert=lambda title, text: self.alerts.append(f"{title}: {text}"))
 
-    wandb = ModuleType("wandb")
-    monkeypatch.setattr(wandb, "init", init, raising=False)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(sys, "argv", ["events_to_wandb.py", server.url, ended.id])
+
+def _send_to_wandb(url: str, run_id: str) -> tuple[list[dict[str, Any]], list[str]]:
+    sys.modules["wandb"] = wandb = Wandb()
+    sys.argv[1:] = [url, run_id]
     runpy.run_path(str(EXAMPLES / "events_to_wandb.py"))
+    return wandb.logged, wandb.alerts
+
+
+def test_wandb_gets_curves_and_an_alert_for_each_fault(
+    ended: redelastic.Run, server: RedisServer, processes: Processes
+) -> None:
+    processes.start(_send_to_wandb, server.url, ended.id)
+    [(logged, alerts)] = processes.values()
     assert [(one["epoch"], one["nodes"]) for one in logged] == [(1, 1)]
     [alert] = alerts
     assert "failed" in alert

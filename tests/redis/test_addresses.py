@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -125,21 +125,38 @@ def test_a_slot_that_moves(replicated_cluster: Cluster, run_id: str) -> None:
     assert sums == list(range(1, len(sums) + 1))
 
 
+NameServer = Callable[[str], Any]  # what `getaddrinfo` returns for a name, or raises; None: as without this server
+
+
+@pytest.fixture
+def ask_instead(monkeypatch: pytest.MonkeyPatch) -> Callable[[NameServer], None]:
+    """Has a function of the test look up names: the C library's configuration is not the test's to write."""
+    answer = socket.getaddrinfo
+
+    def put(name_server: NameServer) -> None:
+        def look_up(host: str, *args: Any, **options: Any) -> Any:
+            if options.get("flags", 0) & socket.AI_NUMERICHOST or (found := name_server(host)) is None:
+                return answer(host, *args, **options)
+            return found
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+    return put
+
+
 @pytest.mark.fault(
     "the name of Redis leads to another server, the one before becomes its replica", "clients ask the name again"
 )
-def test_a_name_that_leads_to_another_server(monkeypatch: pytest.MonkeyPatch, run_id: str) -> None:
+def test_a_name_that_leads_to_another_server(ask_instead: Callable[[NameServer], None], run_id: str) -> None:
     """As a managed Redis fails over, whose address is a name."""
-    answer, name = socket.getaddrinfo, "redis.example"
+    name = "redis.example"
 
-    def look_up(host: str, *args: Any, **options: Any) -> Any:
+    def name_server(host: str) -> Any:
         if host != name:
-            return answer(host, *args, **options)
-        if options.get("flags", 0) & socket.AI_NUMERICHOST:
-            raise socket.gaierror(socket.EAI_NONAME, "not a number")
+            return None
         return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (HOST, port_of(behind[-1])))]
 
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    ask_instead(name_server)
     with servers.redis_server("right", {}) as new, servers.redis_server("right", {}) as old:
         behind = [old]
         with closing(RedisStore(f"redis://:right@{name}:1", run_id)) as store:
@@ -203,17 +220,16 @@ def stopped(port: int) -> Iterator[None]:
 
 
 @pytest.fixture
-def silent_name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def silent_name_server(ask_instead: Callable[[NameServer], None]) -> Iterator[threading.Event]:
     """Once set, each look-up of a name gets no answer until the test ends."""
-    silent, over, answer = threading.Event(), threading.Event(), socket.getaddrinfo
+    silent, over = threading.Event(), threading.Event()
 
-    def look_up(host: str, *args: Any, **options: Any) -> Any:
-        if silent.is_set() and host != HOST and not options.get("flags", 0) & socket.AI_NUMERICHOST:
+    def name_server(host: str) -> None:
+        if silent.is_set() and host != HOST:
             over.wait(60)
             raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-        return answer(host, *args, **options)
 
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    ask_instead(name_server)
     yield silent
     over.set()
 

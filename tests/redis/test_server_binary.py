@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -50,18 +53,25 @@ def test_argument_then_environment_then_path(bare_machine: Path, monkeypatch: py
     assert find_binary() == str(on_path)
 
 
-def test_a_virtual_environments_own_comes_last(
-    bare_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_virtual_environments_own_comes_last(bare_machine: Path, tmp_path: Path) -> None:
     """An activated one is first on PATH, and what a package has brought into it is older than the host's."""
-    (tmp_path / "venv" / "bin").mkdir(parents=True)
-    own = make_script(tmp_path / "venv" / "bin" / "redis-server")
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
-    monkeypatch.setattr(sys, "base_prefix", "/usr")
-    monkeypatch.setenv("PATH", f"{own.parent}:{bare_machine}")
-    assert find_binary() == str(own)
+    environment = tmp_path / "venv"
+    venv.create(environment)
+    own = make_script(environment / "bin" / "redis-server")
+    without = f"import sys; sys.modules.update(dict.fromkeys({[*WHEELS]}))"
+    program = f"{without}\nfrom redelastic.redis.server import find_binary; print(find_binary())"
+    packages = os.pathsep.join(path for path in sys.path if "lib-dynload" not in path)
+
+    def found() -> str:
+        path = {"PATH": f"{own.parent}:{bare_machine}", "PYTHONPATH": packages}
+        command = [str(environment / "bin" / "python"), "-c", program]
+        ended = subprocess.run(command, env=path, cwd=tmp_path, capture_output=True, text=True, check=True)
+        printed: str = ended.stdout
+        return printed.strip()
+
+    assert found() == str(own)
     system = make_script(bare_machine / "valkey-server")
-    assert find_binary() == str(system)
+    assert found() == str(system)
 
 
 @pytest.mark.usefixtures("bare_machine")

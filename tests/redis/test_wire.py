@@ -169,24 +169,19 @@ def test_a_closed_wire_opens_new_connections(ours: redis.Redis, wire: PoolWire) 
     ids=["command", "pipeline", "wire"],
 )
 def test_a_login_that_was_interrupted_is_nobodys_connection(
-    ours: redis.Redis,
-    wire: PoolWire,
-    monkeypatch: pytest.MonkeyPatch,
-    call: Callable[[redis.Redis], Any],
-    error: type[BaseException],
+    ours: redis.Redis, wire: PoolWire, call: Callable[[redis.Redis], Any], error: type[BaseException]
 ) -> None:
     """redis-py puts it back into its pool, with the login's reply still to come."""
-    login = redis.Connection.on_connect_check_health
     interrupted: list[redis.Connection] = []
 
-    def on_connect(self: redis.Connection, *args: Any, **options: Any) -> None:
-        login(self, *args, **options)
+    def on_connect(connection: redis.Connection) -> None:
+        connection.on_connect()
         if not interrupted:
-            interrupted.append(self)
-            self.send_command("ECHO", "of the login")
+            interrupted.append(connection)
+            connection.send_command("ECHO", "of the login")
             raise error
 
-    monkeypatch.setattr(redis.Connection, "on_connect_check_health", on_connect)
+    ours.connection_pool.connection_kwargs["redis_connect_func"] = on_connect
     with pytest.raises(error):
         call(ours)
     assert ours.echo("ours") == b"ours"

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -338,6 +339,12 @@ def unreached(redis: RedisServer, of: RedisRendezvousHandler) -> list[str]:
 CUT: Final = "peers cannot reach the address that rank 0 announced, and get no answer"
 
 
+@pytest.fixture
+def reach_within(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the time within which a node has to connect to rank 0, in seconds."""
+    return partial(monkeypatch.setattr, "redelastic.rendezvous.handler.REACH_TIMEOUT")
+
+
 @pytest.mark.parametrize(
     ("fault", "local_addr"),
     [
@@ -348,13 +355,13 @@ CUT: Final = "peers cannot reach the address that rank 0 announced, and get no a
 def test_a_rank_0_that_cannot_be_reached_is_reported(
     network: Network,
     redis: RedisServer,
-    monkeypatch: pytest.MonkeyPatch,
+    reach_within: Callable[[float], None],
     caplog: pytest.LogCaptureFixture,
     local_addr: str,
     *,
     fault: bool,
 ) -> None:
-    monkeypatch.setattr("redelastic.rendezvous.handler.REACH_TIMEOUT", 1.0)
+    reach_within(1.0)
     with ExitStack() as opened:
         first, second = opened.enter_context(pair(network, redis, a=local_addr))
         place = second._entered
@@ -386,9 +393,9 @@ def test_a_rank_0_that_can_be_reached_is_not_reported(network: Network, redis: R
 
 
 def test_an_unreached_rank_0_of_an_old_round_is_not_reported(
-    network: Network, redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    network: Network, redis: RedisServer, reach_within: Callable[[float], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("redelastic.rendezvous.handler.REACH_TIMEOUT", LIMIT)
+    reach_within(LIMIT)
     with pair(network, redis, a="127.0.0.1") as (first, second):
         with network.inside("b"):
             second.num_nodes_waiting()

@@ -19,12 +19,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic import RedisStore, register_init_method
 from redelastic.redis import connection
-from redelastic.redis.endpoint import Endpoint
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import EPOCH_VARIABLE, PREFIX_VARIABLE
 from tests.support.calls import takes
 from tests.support.commands import until
 from tests.support.nodes import NodeFactory
+from tests.support.peers import lossy_proxy
 from tests.support.processes import Processes
 from tests.support.servers import HOST, reserved_port
 
@@ -332,24 +332,17 @@ def test_a_first_connect_waits_for_redis_as_long_as_its_caller(
     """Not only as long as those who name no time."""
     register_init_method()
     monkeypatch.setattr(connection, "CONNECT_TIMEOUT", 0.0)
-    tries: list[Endpoint] = []
-    connect = Endpoint.open
 
-    def noted(endpoint: Endpoint, *arguments: float) -> Any:
-        tries.append(endpoint)
-        return connect(endpoint, *arguments)
-
-    def first_use() -> dist.Store:
+    def first_use(url: str) -> dist.Store:
         if kind == "store":
-            return RedisStore(own_server.url, run_id, timeout=TIMEOUT)
-        store: dist.Store = next(dist.rendezvous(f"{own_server.url}?run_id={run_id}", 0, 1, timeout=TIMEOUT))[0]
+            return RedisStore(url, run_id, timeout=TIMEOUT)
+        store: dist.Store = next(dist.rendezvous(f"{url}?run_id={run_id}", 0, 1, timeout=TIMEOUT))[0]
         return store
 
-    monkeypatch.setattr(Endpoint, "open", noted)
     own_server.kill()
-    with ThreadPoolExecutor(1) as pool:
-        store = pool.submit(first_use)
-        until(lambda: len(tries) > 1 or store.done(), "it tries again")
+    with lossy_proxy(own_server) as (url, loss), ThreadPoolExecutor(1) as pool:
+        store = pool.submit(first_use, url)
+        until(lambda: loss.proxy.accepted > 1 or store.done(), "it tries again")
         own_server.start()
         store.result().set("here", "again")
 

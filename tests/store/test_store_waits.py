@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -232,40 +233,50 @@ def test_a_wait_for_a_queue_with_items_writes_nothing(own_server: RedisServer, r
 
 @pytest.mark.parametrize("call", [lambda s: s.get("k"), lambda s: s.multi_get(["k", "k"])], ids=["get", "multi_get"])
 def test_a_late_wake_up_leaves_only_the_rest_of_the_timeout(
-    own_server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch, call: Callable[[RedisStore], object]
+    own_server: RedisServer, run_id: str, call: Callable[[RedisStore], object]
 ) -> None:
     """If Redis goes away just then, the next request gets only the time that is left."""
     limits: list[float] = []
-    with open_store(own_server, run_id, timeout=2) as store:
+
+    def note(timeout: Any) -> None:
+        limits.append(timeout() if callable(timeout) else timeout)
+
+    class Late(Connection):
+        """Its blocking reads end late, and Redis with them."""
+
+        def exchange(self, *commands: Any, timeout: Any = None) -> list[Any]:
+            if b"BLOCK" in commands[-1]:
+                time.sleep(1.5)
+                own_server.kill()
+                return [None] * len(commands)
+            note(timeout)
+            return super().exchange(*commands, timeout=timeout)
+
+        def attempt(self, operation: Callable[[Any], Any], timeout: Any = None) -> Any:
+            note(timeout)
+            return super().attempt(operation, timeout)
+
+    with closing(Late.open(own_server.url)) as connection:
+        store = RedisStore(connection, run_id, timeout=timedelta(seconds=2))
         store.set("there", "v")
-        exchange = store._connection.exchange
-
-        def note_limit(*commands: Any, timeout: Any = None) -> list[Any]:
-            limits.append(timeout() if callable(timeout) else timeout)
-            return exchange(*commands, timeout=timeout)
-
-        def woken_late(*_: object) -> None:
-            time.sleep(1.5)
-            own_server.kill()
-
-        monkeypatch.setattr(store, "_block", woken_late)
-        monkeypatch.setattr(store._connection, "exchange", note_limit)
         with pytest.raises(dist.DistNetworkError):
             call(store)
+        assert own_server.pid is None
         assert limits[-1] <= 0.5
         store.set_timeout(timedelta(0))
+        store.close()
 
 
 @pytest.mark.parametrize("call", ["get", "wait", "barrier"])
 def test_a_frozen_server_gets_no_attempt_after_the_timeout(own_server: RedisServer, run_id: str, call: str) -> None:
-    with lossy_proxy(own_server) as (url, proxy):
+    with lossy_proxy(own_server) as (url, loss):
         store = RedisStore(Connection.open(url, attempt_timeout=0.5), run_id)
         store.barrier("b", 1)
         store.set_timeout(timedelta(seconds=0.2))
-        proxy.sent.clear()
+        loss.proxy.sent.clear()
         with frozen(own_server), pytest.raises(dist.DistNetworkError):
             getattr(store, call)(*{"get": ("k",), "wait": (["k"],), "barrier": ("c", 2)}[call])
-        assert len(proxy.sent) == 1
+        assert len(loss.proxy.sent) == 1
         store.close()
 
 

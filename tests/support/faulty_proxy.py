@@ -10,7 +10,7 @@ import select
 import socket
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -100,13 +100,18 @@ class FaultyProxy:
 
     A request meets the first fault that matches, in the order in which they were added, or else what ``chance`` draws.
 
-    ``happened`` counts the faults of each kind.
+    Attributes:
+        happened: how often each kind of fault has happened.
+        accepted: how many connections have been accepted.
+        sent: the last requests, as they came.
     """
 
     def __init__(self, host: str, port: int, chance: Callable[[], Fault | None] = lambda: None) -> None:
         self._target = (host, port)
         self._chance = chance
         self.happened: Counter[str] = Counter()
+        self.accepted = 0
+        self.sent: deque[bytes] = deque(maxlen=1000)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
@@ -148,6 +153,7 @@ class FaultyProxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
+            self.accepted += 1
             try:
                 upstream = socket.create_connection(self._target)
             except OSError:  # the server does not run
@@ -198,6 +204,7 @@ class FaultyProxy:
                 request = client.recv(1 << 20)
                 if not request:
                     return
+                self.sent.append(request)
                 fault = fault or self._take(request)  # a client that pipelines may send several requests first
                 if fault is not None and fault.lose_request:
                     self._hold(fault, request, client, upstream)

@@ -1,4 +1,4 @@
-"""TCP servers that stand where a client expects Redis: strangers, and a proxy that loses replies."""
+"""What stands where a client expects Redis: strangers, and a proxy that loses replies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from redelastic.redis.server import RedisServer
+from tests.support.faulty_proxy import Fault, FaultyProxy
 from tests.support.servers import HOST, port_of
 
 
@@ -65,36 +66,36 @@ def speak_http(connection: socket.socket) -> None:
     connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
-@dataclass
 class ReplyLoss:
-    """How many replies the proxy still has to lose, and the requests that it has forwarded."""
+    """Loses the replies to one command, and their connections.
 
-    losses: int = 0
-    sent: list[bytes] = field(default_factory=list)
+    Attributes:
+        proxy: where that happens.
+    """
+
+    def __init__(self, proxy: FaultyProxy, command: bytes) -> None:
+        self.proxy, self._match = proxy, b"\r\n" + command + b"\r\n"
+        self._faults: list[Fault] = []
+
+    @property
+    def losses(self) -> int:
+        """How many replies it still has to lose."""
+        return sum(not fault.fired.is_set() for fault in self._faults)
+
+    @losses.setter
+    def losses(self, number: int) -> None:
+        self._faults = [self.proxy.add(Fault(self._match)) for _ in range(number)]
 
     def sends_of(self, command: bytes) -> int:
         """How often a command has been sent."""
-        return sum(request.count(b"\r\n" + command + b"\r\n") for request in self.sent)
+        return sum(request.count(b"\r\n" + command + b"\r\n") for request in self.proxy.sent)
 
 
 @contextlib.contextmanager
 def lossy_proxy(server: RedisServer, command: bytes = b"EVALSHA") -> Iterator[tuple[str, ReplyLoss]]:
-    """A proxy that drops the reply to `command` and the connection, as often as `losses` says.
+    """A proxy that loses the reply to `command` and the connection, as often as `losses` says.
 
     Yields the URL through the proxy, and its control.
     """
-    control = ReplyLoss()
-
-    def serve(connection: socket.socket) -> None:
-        with socket.create_connection((HOST, port_of(server))) as upstream:
-            while request := connection.recv(1 << 20):
-                control.sent.append(request)
-                upstream.sendall(request)
-                reply = upstream.recv(1 << 20)
-                if control.losses > 0 and b"\r\n" + command + b"\r\n" in request:
-                    control.losses -= 1
-                    return
-                connection.sendall(reply)
-
-    with peer(serve) as proxy:
-        yield f"redis://:{server.password}@{HOST}:{proxy.port}", control
+    with FaultyProxy(HOST, port_of(server)) as proxy:
+        yield f"redis://:{server.password}@{HOST}:{proxy.port}", ReplyLoss(proxy, command)

@@ -169,8 +169,7 @@ def merged(events: Iterable[Event]) -> list[Event]:
     return stream.entries
 
 
-def three_nodes() -> list[Event]:
-    """A kill, a hang, a drain and a late joiner."""
+def _three_nodes() -> Story:
     story = Story()
     a, b, c, d = (story.node(name) for name in ("gpu-a", "gpu-b", "gpu-c", "gpu-d"))
     story.join(0, [a, b, c], within=1.5)
@@ -192,11 +191,10 @@ def three_nodes() -> list[Event]:
     story.add(300, Left(node=a, cause="finished"))
     story.add(300, Closed(node=a, cause="finished"))
     story.add(301, Left(node=d, cause="finished"))
-    return story.events()
+    return story
 
 
-def many_nodes(n: int, hours: float, faults: int, *, spares: int = 2, start: float = 25) -> list[Event]:
-    """A job of n nodes with spares, and faults of all kinds."""
+def _many_nodes(n: int, hours: float, faults: int, *, spares: int = 2, start: float = 25) -> Story:
     story = Story(1)
     members = [story.node(f"node-{i:04d}") for i in range(n)]
     waiting = [story.node(f"spare-{i:02d}") for i in range(spares)]
@@ -232,11 +230,10 @@ def many_nodes(n: int, hours: float, faults: int, *, spares: int = 2, start: flo
     story.add(end, Closed(node=members[0], cause="finished"))
     for node in [*members[1:], *waiting]:
         story.add(end + story.random.uniform(0, 3), Left(node=node, cause="finished"))
-    return story.events()
+    return story
 
 
-def crowded() -> list[Event]:
-    """Long names, a rack that dies as a whole many times, an outage, refused and barred nodes, and a stop."""
+def _crowded() -> Story:
     story = Story(2)
     members = [story.node(f"gpu-{i:02d}.rack-{i // 8}.eu-central-1.compute.internal") for i in range(40)]
     story.join(0, members, within=5)
@@ -254,7 +251,29 @@ def crowded() -> list[Event]:
     story.add(5100, Barred(node=story.node("bad"), failures=3))
     long = "for a long reason " * 20
     story.add(6000, Stopped(node=members[0], cause="restarts", restarts=60, message=long))
-    return story.events()
+    return story
+
+
+STORIES: dict[str, Callable[[], Story]] = {
+    "three": _three_nodes,
+    "64": lambda: _many_nodes(64, 1.0, 6),
+    "crowded": _crowded,
+}
+
+
+def three_nodes() -> list[Event]:
+    """A kill, a hang, a drain and a late joiner."""
+    return _three_nodes().events()
+
+
+def many_nodes(n: int, hours: float, faults: int, *, spares: int = 2, start: float = 25) -> list[Event]:
+    """A job of n nodes with spares, and faults of all kinds."""
+    return _many_nodes(n, hours, faults, spares=spares, start=start).events()
+
+
+def crowded() -> list[Event]:
+    """Long names, a rack that dies as a whole many times, an outage, refused and barred nodes, and a stop."""
+    return _crowded().events()
 
 
 SCENES: dict[str, Callable[[], list[Event]]] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from redelastic.workers import reaper
+from redelastic.workers import reaper, template
 from redelastic.workers.board import ProgressBoard
 from redelastic.workers.processes import ProcessTree
 from tests.support.waiting import Within
@@ -177,6 +177,14 @@ def wait_for_pids(folder: Path, *names: str) -> Pids:
 def kill_and_reap(worker: subprocess.Popen[bytes]) -> None:
     worker.kill()
     worker.wait()
+
+
+def expect_forks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, a template that does not fork a worker within a fifth of a second is given up.
+
+    Not before: on a busy machine, the first fork of a template that works may take longer.
+    """
+    monkeypatch.setattr(template, "FORK_TIMEOUT", 0.2)
 
 
 def start_with_pid(pid: int, began: float, command: list[str]) -> psutil.Popen:

@@ -233,12 +233,17 @@ def test_an_error_of_the_script_is_not_hidden(processes: Processes) -> None:
     assert [outcome.error for outcome in processes.results()] == ["ValueError: no data"]
 
 
-def test_the_example_of_the_page_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_script(path: str, *args: str) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    sys.argv[:] = [path, *args]
+    runpy.run_path(path, run_name="__main__")
+
+
+def test_the_example_of_the_page_runs_alone(tmp_path: Path, processes: Processes) -> None:
     source = (Path(__file__).parents[2] / "examples" / "train_surviving.py").read_text()
     script = tmp_path / "script.py"
     script.write_text(source.replace("STEPS = 300", "STEPS = 100").replace("PACE = 0.1", "PACE = 0"))
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "argv", ["script.py", str(tmp_path / "checkpoint.pt")])
-    runpy.run_path(str(script), run_name="__main__")
+    processes.start(_run_script, str(script), str(tmp_path / "checkpoint.pt"))
+    processes.values()
     assert (tmp_path / "checkpoint.pt").stat().st_size > 0

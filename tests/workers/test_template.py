@@ -22,7 +22,7 @@ from redelastic.workers import template
 from redelastic.workers.processes import set_subreaper
 from redelastic.workers.site.sitecustomize import VARIABLE, receive, send
 from redelastic.workers.template import Fork, Template, TemplateError
-from tests.support.worker_processes import DEADLINE, until
+from tests.support.worker_processes import DEADLINE, expect_forks_at_once, until
 from tests.support.workers import probe
 
 PROBE = Path(probe.__file__)
@@ -290,7 +290,7 @@ def test_a_template_that_is_frozen_starts_no_worker_later(
     command = script_that_leaves_a_file(tmp_path)
     one = make(*command[1:])
     one.await_ready(DEADLINE)
-    monkeypatch.setattr(template, "FORK_TIMEOUT", 0.2)
+    expect_forks_at_once(monkeypatch)
     os.kill(one.pid, signal.SIGSTOP)
     with pytest.raises(TemplateError, match="does not answer"):
         one.fork(command, ENVIRONMENT, None, None)
