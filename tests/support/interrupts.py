@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -51,6 +52,7 @@ def _interrupt(call: Callable[[], Any], place: int) -> bool:
             may_interrupt = frame.f_lasti in _places(frame.f_code)
         return trace
 
+    gc.disable()  # what it collects is other tests' too: an error in their callbacks would be nobody's to catch
     sys.settrace(trace)
     try:
         call()
@@ -58,6 +60,7 @@ def _interrupt(call: Callable[[], Any], place: int) -> bool:
         pass
     finally:
         sys.settrace(None)
+        gc.enable()
     return passed >= place
 
 
