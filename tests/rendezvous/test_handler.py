@@ -30,7 +30,9 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import EPOCH_VARIABLE
 from redelastic.rendezvous.view import Break, View
 from redelastic.store import RoundBrokenError
+from tests.support.faulty_proxy import Fault
 from tests.support.nodes import NodeFactory
+from tests.support.peers import lossy_proxy
 from tests.support.rounds import join_all, ranks, until
 
 LONG = 60.0  # for a last call that no group needs, and for what a busy machine does late, in seconds
@@ -445,19 +447,16 @@ class TestWhatMayComeBetween:
             assert other.submit(node.num_nodes_waiting).result(LONG) == 0
 
     def test_a_node_that_was_shut_down_while_it_joined_is_in_no_round(
-        self, new_node: NodeFactory, client: redis.Redis, keys: RunKeys, monkeypatch: pytest.MonkeyPatch
+        self, server: RedisServer, new_node: NodeFactory, client: redis.Redis, keys: RunKeys
     ) -> None:
-        """By a signal handler, just when the reply has come."""
-        node = new_node(1, 1)
-        enter = node.keeper.start
-
-        def enter_and_be_shut_down(since: str) -> None:
-            enter(since)
-            node.shutdown()
-
-        monkeypatch.setattr(node.keeper, "start", enter_and_be_shut_down)
-        with pytest.raises(RendezvousClosedError, match="was shut down"):
-            node.next_rendezvous()
+        """By a signal handler, just when the reply comes."""
+        with lossy_proxy(server) as (url, through):
+            node = new_node(1, 1, url=url)
+            shut_down = Fault(keys.candidates.encode(), keep=None, meanwhile=node.shutdown)
+            through.proxy.add(shut_down)
+            with pytest.raises(RendezvousClosedError, match="was shut down"):
+                node.next_rendezvous()
+            assert shut_down.fired.is_set()
         assert client.zcard(keys.leases) == 0
 
     @pytest.mark.parametrize(("before", "now"), [(1.2, 1.5), (1.5, 1.2)])
