@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,19 +24,19 @@ import redelastic.agent
 from redelastic.agent import AgentOptions, RedisElasticAgent
 from redelastic.agent.regrouping import RegroupingAgent
 from redelastic.redis.server import RedisServer
+from tests.support import launchers
 from tests.support.nodes import NodeFactory
 
 pytestmark = pytest.mark.timeout(180)
 
-PROGRAM: Final = Path(__file__).parents[1] / "support" / "workers" / "embedding.py"
+PROGRAM: Final = "tests.support.workers.embedding"
 LIMIT: Final = 120.0
 
 
 def embed(server: RedisServer, *runs: dict[str, Any]) -> list[dict[str, Any]]:
     """Have a program run agents one after the other; returns its line about each."""
-    command = [sys.executable, str(PROGRAM), server.url, json.dumps(runs)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
+    command = [sys.executable, "-m", PROGRAM, server.url, json.dumps(runs)]
+    done = launchers.run(command, os.environ | {"OMP_NUM_THREADS": "1"}, LIMIT, cwd=launchers.ROOT)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

@@ -11,6 +11,7 @@ import pytest
 from redelastic.monitoring.events import Left
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, FAILED, AgentJob
+from tests.support.long_tests import quick_rows
 from tests.support.torchrun_job import LONG_LEASES
 
 pytestmark = pytest.mark.timeout(300)
@@ -35,7 +36,7 @@ def test_a_node_with_another_secret_ends_and_the_others_train_on(server: RedisSe
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot be read: No such file"), ("too short\n", "has 9 bytes; at least 16 are needed")],
+    quick_rows([(None, "cannot be read: No such file"), ("too short\n", "has 9 bytes; at least 16 are needed")]),
 )
 def test_a_bad_secret_file_is_a_one_line_error(tmp_path: Path, content: str | None, message: str) -> None:
     secret, script = tmp_path / "secret", tmp_path / "train.py"

@@ -15,6 +15,7 @@ import pytest
 from redelastic.monitoring.events import Left, Lost, decode_cause
 from redelastic.redis.server import RedisServer
 from tests.support.liveness import lives
+from tests.support.long_tests import quick_rows
 from tests.support.nodes import NodeFactory
 from tests.support.torchrun_job import LONG_LEASES, Job
 
@@ -42,13 +43,16 @@ def test_any_node_may_be_killed(server: RedisServer, tmp_path: Path) -> None:
 @pytest.mark.fault(
     "torchrun: a node is killed, its peers' workers fail", "I7: with `--max-restarts=0` the others train on"
 )
-def test_a_lost_node_costs_the_others_no_restart(server: RedisServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("nodes", "victims"), quick_rows([("ab", (0,)), ("abc", (0, -1))]))
+def test_a_lost_node_costs_the_others_no_restart(
+    nodes: str, victims: tuple[int, ...], server: RedisServer, tmp_path: Path
+) -> None:
     """torchrun's default is no restart, and gloo's workers fail before the dead node's lease has run out."""
-    with Job(server, tmp_path, "1:3", conf={"keep_alive_interval": 1}, gloo=True) as job:
-        names = set("abc")
+    with Job(server, tmp_path, f"1:{len(nodes)}", conf={"keep_alive_interval": 1}, gloo=True) as job:
+        names = set(nodes)
         job.start(*names, max_restarts=0)
         epoch = job.wait_round(names)
-        for victim_rank in (0, -1):
+        for victim_rank in victims:
             victim = job.by_rank(epoch)[victim_rank]
             fault = job.note(f"SIGKILL of rank {victim_rank} of {len(names)} nodes that may not restart")
             victim.kill()

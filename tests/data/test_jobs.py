@@ -8,13 +8,13 @@ import pytest
 
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED
-from tests.support.long_tests import quick_first
 from tests.support.surviving_job import SurvivingJob
 from tests.support.torchrun_job import LONG_LEASES
 
 
 @pytest.mark.timeout(400)  # longer than all waits, so that the wait that failed is reported
-@pytest.mark.parametrize("survive", quick_first([True, False]), ids=["survive", "restart"])
+@pytest.mark.long  # the jobs of tests/survival check their samples and losses, too
+@pytest.mark.parametrize("survive", [True, False], ids=["survive", "restart"])
 def test_a_kill_a_join_and_a_drain_change_neither_samples_nor_losses(
     server: RedisServer, tmp_path: Path, survive: bool
 ) -> None:

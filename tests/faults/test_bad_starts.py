@@ -13,6 +13,7 @@ from redelastic.cli import main
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.workers.stacks import catches
+from tests.support import launchers
 from tests.support.agent_job import DRAINED, FAILED
 from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT, Job
@@ -141,15 +142,15 @@ def test_an_unusual_locale_or_loglevel_does_not_stop_a_job(tmp_path: Path) -> No
     script = tmp_path / "script.py"
     script.write_text("print('ran')")
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    for level, said in (
-        ("verbose", "LOGLEVEL='verbose' is no level of Python's logging: WARNING is used.\n"),
-        ("info", None),
-    ):
-        command = [*REDELASTIC_RUN, "--standalone", str(script)]
-        env = environment() | ascii_only | {"LOGLEVEL": level}
-        done = subprocess.run(command, env=env, capture_output=True, timeout=LIMIT, check=False)
-        assert (done.returncode, done.stdout) == (0, b"ran\n"), done.stderr
-        assert done.stderr.startswith(said.encode() if said else b"I")
+    command = [*REDELASTIC_RUN, "--standalone", str(script)]
+    env = environment() | ascii_only | {"LOGLEVEL": "verbose"}
+    done = subprocess.run(command, env=env, capture_output=True, timeout=LIMIT, check=False)
+    assert (done.returncode, done.stdout) == (0, b"ran\n"), done.stderr
+    assert done.stderr.startswith(b"LOGLEVEL='verbose' is no level of Python's logging: WARNING is used.\n")
+    informed = launchers.run(command, environment() | {"LOGLEVEL": "info"}, LIMIT)
+    assert (informed.returncode, informed.stdout) == (0, "ran\n"), informed.stderr
+    assert informed.stderr.startswith("I")
+    env |= {"LOGLEVEL": "info"}
     done = subprocess.run([*REDELASTIC_RUN, "--help"], env=env, capture_output=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 

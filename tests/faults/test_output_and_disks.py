@@ -7,7 +7,7 @@ import os
 import select
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ from tests.support.agent_job import FAILED, REFUSED, STOPPED, AgentJob
 from tests.support.long_tests import quick_first, quick_rows
 from tests.support.torchrun_job import LIMIT
 from tests.support.unruly_job import REDELASTIC_RUN, UNRULY, environment, run_standalone
+from tests.support.waiting import Within
 from tests.support.workers.unruly import FLOOD, LINE
+
+until = Within(LIMIT)
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -50,12 +53,12 @@ def test_100_mb_of_output_to_a_slow_reader(
     command = [*REDELASTIC_RUN, *where, *options, str(UNRULY), str(tmp_path)]
     with subprocess.Popen(command, env=environment("flood"), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        _wait(lambda: _full(process.stdout), "the pipe is full")
+        until(lambda: _full(process.stdout), "the pipe is full")
         [node] = control.state().members
         silent_since = time.monotonic()
-        _wait(lambda: time.monotonic() - silent_since > 2 * control.state().lease, "two leases have passed")
+        until(lambda: time.monotonic() - silent_since > 2 * control.state().lease, "two leases have passed")
         assert [still.id for still in control.state().members] == [node.id]
-        _wait(lambda: control.state().members[0].lease > 0, "it renews its lease")
+        until(lambda: control.state().members[0].lease > 0, "it renews its lease")
         assert process.poll() is None, "it waits"
         size = 0
         while data := process.stdout.read(1 << 20):
@@ -72,13 +75,6 @@ def _full(pipe: Any) -> bool:
         return not select.select([], [writer], [], 0)[1]
     finally:
         os.close(writer)
-
-
-def _wait(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {LIMIT:g} s: {what}"
-        time.sleep(0.02)
 
 
 @pytest.mark.fault(
@@ -120,7 +116,7 @@ def _fill(pipe: int) -> None:
 
 
 @pytest.mark.parametrize("closed", quick_first([">&-", "2>&-", "<&- >&- 2>&-"]))
-@pytest.mark.parametrize("options", [(), ("--preload=json", "--redirects=3")], ids=["cold", "warm"])
+@pytest.mark.parametrize("options", quick_first([(), ("--preload=json", "--redirects=3")]), ids=["cold", "warm"])
 def test_closed_standard_streams_change_nothing(tmp_path: Path, closed: str, options: tuple[str, ...]) -> None:
     (tmp_path / "finish").touch()
     node = [*REDELASTIC_RUN, "--standalone", f"--log-dir={tmp_path / 'logs'}", *options, str(UNRULY), str(tmp_path)]

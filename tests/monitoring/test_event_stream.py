@@ -34,6 +34,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from tests.proofs.oracle_state import NOTHING, PROTOCOL
 from tests.proofs.twin import on_injected_clock
+from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.scenes import STORIES
 from tests.support.servers import wait_until
@@ -278,7 +279,7 @@ def test_a_member_that_drains_with_many_spares_wakes_the_others(
     assert woken == crowd.names[:1], "spares wake nobody, and members do once a second"
 
 
-@pytest.mark.parametrize("scene", STORIES)
+@pytest.mark.parametrize("scene", quick_first(STORIES, 2))
 def test_made_up_runs_are_merged_as_the_script_merges_them(
     client: redis.Redis, keys: RunKeys, control: RunControl, scene: str
 ) -> None:

@@ -187,11 +187,16 @@ def start(
 
 
 def run(
-    command: list[str], environment: Mapping[str, str], limit: float, stdout: Any = None
+    command: list[str],
+    environment: Mapping[str, str],
+    limit: float,
+    stdout: Any = None,
+    *,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a launcher to its end, as ``subprocess.run`` does; the result has its stdout, unless that goes to a file."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        launcher = start(command, environment, stdout or out, err)
+        launcher = start(command, environment, stdout or out, err, cwd=cwd)
         try:
             code = launcher.wait(limit)
         finally:

@@ -132,13 +132,30 @@ def test_a_killed_worker_costs_the_others_nothing(job: SurvivingJob) -> None:
     assert not psutil.pid_exists(victim)
 
 
+NEVER_COMES: Final = pytest.mark.fault(
+    "a new node for which all workers have paused is gone", "they go on without it, in the same processes"
+)
+
+
+def pause_for_a_node_that_is_gone(job: SurvivingJob, epoch: int) -> int:
+    """Ask all to save for a node c; returns the number of the round that the same nodes form then."""
+    with job.server.get_client() as client:
+        asked = {"event": "save", "node": "c-1-0", "timeout": "30000", "epoch": str(epoch)}
+        client.xadd(RunKeys(job.run_id).wake, asked)
+    return job.wait_round("ab", epoch)
+
+
+@NEVER_COMES
 @pytest.mark.fault(
     "a node joins or drains whose peers survive", "they go on in the same processes; no step is made twice"
 )
 def test_planned_changes_cost_no_step(job: SurvivingJob) -> None:
+    """In one job: each process takes seconds to start."""
     job.begin("a", "b", conf=EAGER)
     first = job.wait_round("ab")
     before = job.pids(first)
+    first = pause_for_a_node_that_is_gone(job, first)
+    assert job.pids(first) == before
     job.begin("c", conf=EAGER)
     second = job.wait_round("abc", first)
     assert {name: pids for name, pids in job.pids(second).items() if name != "c"} == before
@@ -157,18 +174,14 @@ def test_planned_changes_cost_no_step(job: SurvivingJob) -> None:
     assert begun == list(range(begun[0], begun[-1] + 1))
 
 
-@pytest.mark.fault(
-    "a new node for which all workers have paused is gone", "they go on without it, in the same processes"
-)
+@NEVER_COMES
+@pytest.mark.long
 def test_a_pause_for_a_node_that_is_gone(server: RedisServer, tmp_path: Path) -> None:
     with SurvivingJob(server, tmp_path, "2:3", nproc=2, conf=LONG_LEASES) as job:
         job.begin("a", "b", conf=EAGER)
         first = job.wait_round("ab")
         before = job.pids(first)
-        asked = {"event": "save", "node": "c-1-0", "timeout": "30000", "epoch": str(first)}
-        with server.get_client() as client:
-            client.xadd(RunKeys(job.run_id).wake, asked)
-        second = job.wait_round("ab", first)
+        second = pause_for_a_node_that_is_gone(job, first)
         assert job.pids(second) == before
         job.end("a", "b")
         for pid in set().union(*before.values()):

@@ -20,6 +20,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.workers import relays
 from redelastic.workers.logs import TAIL
 from redelastic.workers.relays import Relay
+from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT
 from tests.support.unruly_job import REDELASTIC_RUN
 from tests.support.waiting import Within
@@ -33,7 +34,7 @@ raise ValueError("bad batch")
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("joined", [False, True], ids=["two pipes", "one pipe"])
+@pytest.mark.parametrize("joined", quick_first([False, True]), ids=["two pipes", "one pipe"])
 @pytest.mark.fault(
     "a worker fails whose output goes to a pipe, as in a container", "its last lines and exception are kept"
 )
