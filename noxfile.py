@@ -21,6 +21,7 @@ QUICK = (
     "tests/store/test_store.py",
     "tests/monitoring/test_events.py",
     "tests/monitoring/test_history.py",
+    "tests/monitoring/test_training_time_ratio.py",
     "tests/project/test_docs.py",
     "tests/workers/test_board.py",
 )

@@ -80,9 +80,11 @@ def _cause(error: BaseException) -> BaseException:
 def _tls_refusal(error: BaseException) -> ssl.SSLError | None:
     """Why the TLS handshake failed; redis-py hides it below a ConnectionError."""
     below: BaseException | None = error
-    while below is not None:
+    seen: set[int] = set()  # `raise e.__cause__ from None` makes a circle of causes and contexts
+    while below is not None and id(below) not in seen:
         if isinstance(below, ssl.SSLError) and not isinstance(below, _BROKEN_TLS):
             return below
+        seen.add(id(below))
         below = below.__cause__ or below.__context__
     return None
 
