@@ -9,6 +9,7 @@ from typing import Final
 import redis.exceptions as rx
 from redis.sentinel import MasterNotFoundError
 
+from .interrupts import causes
 from .wire import is_of_replica
 
 # The ACL rules that the user of one run needs; with ~<key_prefix>:*, the user of all runs under a prefix.
@@ -79,14 +80,8 @@ def _cause(error: BaseException) -> BaseException:
 
 def _tls_refusal(error: BaseException) -> ssl.SSLError | None:
     """Why the TLS handshake failed; redis-py hides it below a ConnectionError."""
-    below: BaseException | None = error
-    seen: set[int] = set()  # `raise e.__cause__ from None` makes a circle of causes and contexts
-    while below is not None and id(below) not in seen:
-        if isinstance(below, ssl.SSLError) and not isinstance(below, _BROKEN_TLS):
-            return below
-        seen.add(id(below))
-        below = below.__cause__ or below.__context__
-    return None
+    found = (e for e in (error, *causes(error)) if isinstance(e, ssl.SSLError) and not isinstance(e, _BROKEN_TLS))
+    return next(found, None)
 
 
 def _is_passing(error: BaseException) -> bool:

@@ -16,11 +16,13 @@ def is_of_handler(error: BaseException) -> bool:
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def causes(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException, handled: BaseException | None = None) -> Iterator[BaseException]:
     """The causes of an error, except for one that was being handled before."""
+    seen: set[int] = set()  # `raise e.__cause__ from None` makes a circle of causes and contexts
     below = error.__cause__ or error.__context__
-    while below is not None and below is not handled:
+    while below is not None and below is not handled and id(below) not in seen:
         yield below
+        seen.add(id(below))
         below = below.__cause__ or below.__context__
 
 

@@ -220,7 +220,8 @@ def test_a_closed_port_is_unreachable_and_the_host_is_shown(capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     ("before", "request_"),
-    [(b"INFO", b"PING"), (b"", b"probe-string"), (b"probe-string", b""), (b"", b":leases")],  # connecting sends a PING too
+    # connecting sends a PING too
+    [(b"INFO", b"PING"), (b"", b"probe-string"), (b"probe-string", b""), (b"", b":leases")],
     ids=["round trips", "rights", "a rendezvous", "its first request"],
 )
 def test_a_server_that_freezes_midway_ends_the_examination_with_the_findings(
