@@ -35,7 +35,7 @@ PACKAGES: Final = ("nvidia-resiliency-ext", "torchft", "numpy", "psutil")
 SHORT: Final = ("--join_timeout_ms=1000", "--heartbeat_timeout_ms=1000")  # of its lighthouse; by default 60 s and 5 s
 WORKER: Final = Path(__file__).with_name("peers_worker.py")
 REPEAT: Final = 3  # times
-ONCE: Final = (C10D, NVRX, INPROCESS)  # are slow
+ONCE: Final = (C10D, NVRX, INPROCESS, INPROCESS + TUNED)  # are slow
 FAULTS: Final = ((CRASHED, "another"), ("kill", "another"), ("kill", "rank 0"), ("freeze", "another"))
 CONTENDERS: Final = (
     *(SURVIVING, SURVIVING + TUNED, WARM, OURS),
@@ -180,7 +180,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
                     table.put(row, contender, why)
                     continue
                 found: list[float | str] = []
-                for _ in range(1 if contender in ONCE else repeat):
+                for _ in range(1 if case is None or contender in ONCE else repeat):
                     progress(f"{row}: {contender}")
                     found.append(measure(case, contender, Path(made)))
                 table.put(row, contender, summed_up(found))
