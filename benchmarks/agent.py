@@ -153,11 +153,16 @@ def running_agent(url: str, *, often: bool, preload: str = "") -> Iterator[tuple
 
 def be_worker(steps: Path, *, busy: bool) -> None:
     """What the agent runs: writes each step's start and end to a file."""
-    step = steps_of()
+
+    def wait() -> None:
+        time.sleep(0.1)
+        redelastic.progress(round(10 * time.monotonic()))
+
+    step = steps_of() if busy else wait
     with steps.open("wb", buffering=0) as file:
         while True:
             began = time.monotonic()
-            step() if busy else time.sleep(0.1)
+            step()
             file.write(struct.pack("dd", began, time.monotonic()))
 
 

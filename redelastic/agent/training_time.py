@@ -15,7 +15,8 @@ from redelastic.rendezvous.node import Node
 from redelastic.rendezvous.view import Round
 from redelastic.workers.group import Workers
 
-AWAITED: Final = 300.0  # how long a round's first steps are looked for closely, in seconds: many scripts report none
+PRECISION: Final = 0.01  # to which a round's first step is known, of the time until then
+LONGEST_PAUSE: Final = 1.0  # between two looks for it, in seconds
 
 
 @dataclass
@@ -28,7 +29,7 @@ class _Round:
         leads: whether this node has rank 0, and so reports the steps.
         calls: of ``progress`` that its workers had made before, in an earlier round.
         last_step: the highest step of earlier rounds; None if none is known.
-        awaited_until: until when its first steps are looked for closely, on the monotonic clock.
+        began: on the monotonic clock.
         counted_until: until when the time is counted, on the monotonic clock; None before the first step.
         redone: whether the last reported step was one of an earlier round; None until the first one is reported.
     """
@@ -38,7 +39,7 @@ class _Round:
     leads: bool
     calls: int
     last_step: int | None
-    awaited_until: float
+    began: float
     counted_until: float | None = None
     redone: bool | None = None
 
@@ -89,8 +90,8 @@ class TrainingTime:
             self._count()
             survived = self._round is not None and self._round.workers is workers
             held = self._node.view.round
-            calls, until = workers.progress_calls if survived else 0, time.monotonic() + AWAITED
-            self._round = _Round(workers, held, rank == 0, calls, self._last_step, until)
+            calls = workers.progress_calls if survived else 0
+            self._round = _Round(workers, held, rank == 0, calls, self._last_step, time.monotonic())
             self._awaited.set()
             since = None if self._progress_at is None else _ms_since(self._progress_at)
             return Earlier(survived, self._last_step, since)
@@ -110,17 +111,20 @@ class TrainingTime:
             if this.leads and is_new and this.counted_until is not None:
                 this.redone = False  # as far as is known
                 self._send(partial(self._report, this, step, this.counted_until, is_first=is_first))
-            if now > this.awaited_until or (this.counted_until is not None and not this.redone):
+            if this.counted_until is not None and not this.redone:
                 self._awaited.clear()
 
     def await_step(self, timeout: float) -> None:
         """Look for the round's first step, or its first new one; what comes before it is no training.
 
+        Many scripts report none, so that the looks become rarer.
+
         Args:
             timeout: how long to wait for a round that still has to make it, in seconds.
         """
-        if self._awaited.wait(timeout):
+        if self._awaited.wait(timeout) and (this := self._round):
             self.look()
+            time.sleep(min(LONGEST_PAUSE, PRECISION * (time.monotonic() - this.began)))
 
     def _report(self, this: _Round, step: int, at: float, *, is_first: bool) -> None:
         if is_first:  # another node may know more of earlier rounds

@@ -191,11 +191,11 @@ class View(NamedTuple):
 
     def ask(self) -> View:
         """Ask to join the next round."""
-        return self._replace(joining=True)
+        return self if self.joining else self._replace(joining=True)
 
     def wait(self) -> View:
         """Wait for the next round as a candidate."""
-        return self._replace(standing="candidate")
+        return self if self.standing == "candidate" else self._replace(standing="candidate")
 
     def enter(self, entered: Round) -> View:
         """Enter a round."""

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Concatenate, Final, ParamSpec
 
 from redelastic.monitoring.sentences import cause
@@ -19,7 +20,9 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 COMPLAINT_INTERVAL: Final = 60.0  # between two warnings about the same outage, in seconds
-_NEWS: Final = ("broken", "closing", "is_stopped", "drain", "drains_heard", "saves_heard")  # the agent acts on these
+_ROUND: Final = attrgetter("round", "broken", "last_break")
+# The agent acts on these.
+_NEWS: Final = attrgetter("broken", "closing", "is_stopped", "drain", "drains_heard", "saves_heard")
 
 
 class Watch:
@@ -56,8 +59,10 @@ class Watch:
         with self._lock:
             before = self.view
             after = self._view = transition(before, *args, **kwargs)
-            changed = [name for name in _NEWS if getattr(after, name) is not getattr(before, name)]
-            if any(getattr(after, name) for name in changed):
+            if after is before:
+                return after
+            now, then = _NEWS(after), _NEWS(before)
+            if now != then and any(new and new is not old for new, old in zip(now, then, strict=True)):
                 self._has_news = True
             self._changed.notify_all()
             breaks = self._breaks_to_log(before, after)
@@ -79,6 +84,8 @@ class Watch:
             self._changed.notify_all()
 
     def _breaks_to_log(self, before: View, after: View) -> list[tuple[int, str]]:
+        if _ROUND(after) == _ROUND(before):
+            return []
         breaks: list[Break] = []
         if after.broken is not before.broken and after.broken:
             is_first = before.broken is None or before.broken.epoch != after.broken.epoch
