@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import redis
@@ -11,6 +11,8 @@ import redis
 from tests.support import servers
 from tests.support.long_tests import quick_first
 from tests.support.servers import HOST, MASTER_NAME, SentinelGroup, Shard, port_of, wait_until
+
+TILT: Final = 30.0  # how long a sentinel that was not scheduled for two seconds judges no server, in seconds
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +41,7 @@ def with_sentinel(sentinels: SentinelGroup) -> Iterator[Shard]:
     shard = Shard(sentinels.url, sentinels.servers)
     yield shard
     shard.heal()
-    wait_until(lambda: sentinels_agree(sentinels), "the sentinels know who is who", 30)
+    wait_until(lambda: sentinels_agree(sentinels), "the sentinels know who is who", TILT + 30)
 
 
 def sentinels_agree(group: SentinelGroup) -> bool:
