@@ -264,10 +264,10 @@ class HangWatch:
         return hung
 
     @property
-    def stalled(self) -> bool:
-        """Whether at the last look a worker that reports had made no progress for half of the time that it has."""
+    def stalled(self) -> list[int]:
+        """Local ranks of workers that report, and at the last look had made no progress for half of their time."""
         limits = {r: self._limit(self._board.read(r)) for r in self.reporters & self.idle.keys()}
-        return any(self.idle[local_rank] > limit / 2 for local_rank, limit in limits.items())
+        return [local_rank for local_rank, limit in limits.items() if self.idle[local_rank] > limit / 2]
 
     def _limit(self, progress: Progress) -> float:
         if progress.limit and not math.isinf(self._timeout):

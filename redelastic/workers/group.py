@@ -190,6 +190,18 @@ class Workers:
         self.hung = self._watch.look(r for r in self.pids if not self.ended(r))
         return list(self.hung), self._watch.silent
 
+    def find_awaited(self, waits: Mapping[int, bool]) -> list[int]:
+        """Count as hung also the workers that the hung ones wait for; returns all of them, the likeliest cause first.
+
+        A worker that stops just after the others have begun to wait for it hangs just after them.
+
+        Args:
+            waits: whether a worker may wait for another one, by local rank.
+        """
+        awaited = [r for r in self._watch.stalled if not (waits[r] or self.ended(r))]
+        self.hung |= {local_rank: self._watch.idle[local_rank] for local_rank in awaited}
+        return sorted(self.hung, key=lambda local_rank: (waits[local_rank], -self.hung[local_rank]))
+
     def stacks(self, local_ranks: Iterable[int]) -> dict[int, str]:
         """Stacks of some of them, by local rank."""
         return dump_stacks(self._board, {r: self.pids[r] for r in local_ranks}, STACKS_TIMEOUT)

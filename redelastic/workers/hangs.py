@@ -49,13 +49,13 @@ class Hangs:
             threading.Thread(target=self._warn, args=(workers, quiet), name="redelastic-silent", daemon=True).start()
         if not hung:
             return None
+        last = self.explain(workers)
+        waits = {worker.local_rank: may_wait(last.get(worker.global_rank, ())) for worker in group}
+        hung = workers.find_awaited(waits)
         stacks = workers.stacks(hung)
         for local_rank in hung:
             rank, where = group[local_rank].global_rank, stacks[local_rank]
             log.error("Stacks of worker %s (rank %s), which hangs:\n%s", local_rank, rank, where)
-        last = self.explain(workers)
-        waits = {r: may_wait(last.get(group[r].global_rank, ())) for r in hung}
-        hung.sort(key=waits.__getitem__)  # the cause comes first
         self._note(replace(workers.hang(group[hung[0]]), hung=len(hung), stacks=merged(stacks, MAX_TEXT)))
         others = group[0].world_size > len(group)
         described = {r: workers.hang(group[r]).of_worker() for r in hung}

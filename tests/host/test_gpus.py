@@ -5,44 +5,33 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import psutil
 import pytest
 import torch
-from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
-from redelastic.host import devices, gpu_memory, gpu_probe, telemetry
-from redelastic.host.devices import DriverError, Inventory, list_devices, take_inventory
-from redelastic.host.gpu_memory import GpuMemory
-from redelastic.host.gpus import VISIBLE, Assignment, Gpu, assign, why_hidden
-from tests.support.fake_nvml import MIB, FakeGpu, FakeMig, FakeNvml, install_device_nodes, install_driver, pynvml
+from redelastic.host import devices, gpu_memory, telemetry
+from redelastic.host.devices import Inventory, list_devices, take_inventory
+from redelastic.host.gpus import VISIBLE, Assignment, assign, why_hidden
+from tests.support import fake_nvml
+from tests.support.fake_nvml import (
+    FakeGpu,
+    FakeMig,
+    FakeNvml,
+    Install,
+    install_driver,
+    pynvml,
+)
 from tests.support.nodes import NodeFactory
 
 A, B, C, D = (f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "abcd")
 M1, M2, M3 = (f"MIG-{digit * 8}-0000-0000-0000-000000000000" for digit in "123")
 
-Install = Callable[..., FakeNvml]
-
-
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Replaces pynvml by a fake."""
-
-    def put(*devices: FakeGpu, init_error: int = 0) -> FakeNvml:
-        fake = FakeNvml(*devices, init_error=init_error)
-        monkeypatch.setitem(sys.modules, "pynvml", fake)
-        return fake
-
-    return put
+install = fake_nvml.install
 
 
 @pytest.fixture
@@ -176,128 +165,7 @@ def test_the_agent_isolates_its_workers(new_node: NodeFactory, monkeypatch: pyte
 # -- what NVML recommends
 
 
-@pytest.mark.fault(
-    "NVML recommends a reset of a GPU, or a reboot", "the health check `gpu` refuses the node, by its name"
-)
-@pytest.mark.parametrize(
-    ("action", "needed"), [(1, "a reset"), (2, "a reboot of the host"), (4, "an end of its work, then a reset")]
-)
-def test_the_probe_names_a_gpu_that_needs_a_recovery(
-    install: Install, monkeypatch: pytest.MonkeyPatch, action: int, needed: str
-) -> None:
-    install(FakeGpu(A), FakeGpu(B, recovery=action))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(SystemExit, match=rf"^GPU 1 \({B}\) needs {needed}, says NVML$"):
-        gpu_probe.ask_nvml()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    gpu_probe.ask_nvml()
-
-
-@pytest.mark.parametrize("gpu", [FakeGpu(A), FakeGpu(A, recovery=None), FakeGpu(A, broken={"*": 999})])
-def test_a_gpu_without_a_known_recovery_action_is_not_refused(
-    install: Install, monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu
-) -> None:
-    install(gpu)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    gpu_probe.ask_nvml()
-
-
-def test_an_older_pynvml_knows_no_recovery(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(FakeGpu(A, recovery=1))
-    monkeypatch.delattr(FakeNvml, "nvmlDeviceGetFieldValues")
-    gpu_probe.ask_nvml()
-
-
 # -- memory that is not free yet
-
-
-class Memory:
-    """GPU memory of earlier workers, which the driver frees while the agent pauses; each pause is 10 s by its clock."""
-
-    def __init__(self, install: Install, frees_after: int, leaves_after: int = 99, users: Sequence[int] = ()) -> None:
-        self.paused, self._frees_after, self._leaves_after = 0, frees_after, leaves_after
-        self._gpu = FakeGpu(B, users=list(users))
-        install(FakeGpu(A), self._gpu)
-        self._watched = GpuMemory([Gpu("1", 1, B)], pause=self._pause, clock=lambda: 10.0 * self.paused)
-
-    def _pause(self, _seconds: float) -> None:
-        self.paused += 1
-        if self.paused == self._frees_after:
-            self._gpu.used = 11 * MIB
-
-    def start_workers(self) -> None:
-        self._watched.await_free(lambda: self.paused >= self._leaves_after)
-        self._gpu.used = 900 * MIB
-
-
-@pytest.mark.fault("GPU memory is not free yet when workers start again", "they wait for it, up to 30 s")
-def test_new_workers_wait_until_the_memory_of_earlier_ones_is_free(
-    install: Install, caplog: pytest.LogCaptureFixture
-) -> None:
-    memory = Memory(install, frees_after=2)
-    with caplog.at_level("INFO"):
-        memory.start_workers()
-        assert memory.paused == 0, "the first ones wait for nothing"
-        memory.start_workers()
-    assert memory.paused == 2
-    assert caplog.messages == ["Waiting up to 30 s for the memory of earlier workers, on GPU 1 (890 MiB)."]
-
-
-def test_new_workers_do_not_wait_for_ever(install: Install, caplog: pytest.LogCaptureFixture) -> None:
-    memory = Memory(install, frees_after=99)
-    memory.start_workers()
-    memory.start_workers()
-    assert memory.paused == 3
-    assert caplog.messages == ["The memory of earlier workers is not free after 30 s, on GPU 1 (890 MiB)."]
-
-
-def test_new_workers_do_not_wait_for_memory_of_other_jobs(install: Install) -> None:
-    """A GPU may be shared by several nodes, or jobs."""
-    with subprocess.Popen(["true"]) as ended:
-        alive, zombie = os.getpid(), ended.pid
-        while psutil.Process(zombie).status() != psutil.STATUS_ZOMBIE:
-            os.sched_yield()
-        for users, pauses in (([alive], 0), ([alive, zombie], 3)):
-            memory = Memory(install, frees_after=99, users=users)
-            memory.start_workers()
-            memory.start_workers()
-            assert memory.paused == pauses
-
-
-def test_new_workers_of_a_node_that_has_to_leave_do_not_wait(install: Install) -> None:
-    memory = Memory(install, frees_after=99, leaves_after=1)
-    memory.start_workers()
-    memory.start_workers()
-    assert memory.paused == 1
-
-
-def test_new_workers_do_not_wait_for_a_gpu_that_nvml_cannot_read(install: Install) -> None:
-    memory = Memory(install, frees_after=99)
-    memory.start_workers()
-    install(FakeGpu(A, broken={"*": pynvml.NVML_ERROR_UNKNOWN}))
-    memory.start_workers()
-    assert memory.paused == 0
-
-
-def test_the_agent_waits_for_gpu_memory_before_it_restarts_workers(
-    new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    waits, failed = "Waiting up to 30 s for the memory of earlier workers, on GPU 0 (890 MiB).", tmp_path / "failed"
-
-    class SlowDriver(FakeNvml):
-        def nvmlDeviceGetMemoryInfo(self, handle: Any, version: Any = None) -> Any:  # noqa: N802, ARG002
-            held = failed.exists() and waits not in caplog.messages
-            return SimpleNamespace(used=900 * MIB if held else 10 * MIB, total=1000 * MIB)
-
-    install_driver(monkeypatch, tmp_path, f"nvml = FakeNvml(FakeGpu({A!r}))")
-    monkeypatch.setitem(sys.modules, "pynvml", SlowDriver(FakeGpu(A)))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    fails_once = ("-c", f"test -e {failed} && exit 0; : > {failed}; exit 1")
-    spec = WorkerSpec("test", 1, new_node(1, 1), entrypoint="sh", args=fails_once, max_restarts=1)
-    with caplog.at_level("INFO"):
-        result = RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path))).run()
-    assert result.state == WorkerState.SUCCEEDED
-    assert caplog.messages.count(waits) == 1
 
 
 # -- CUDA_VISIBLE_DEVICES
@@ -500,51 +368,6 @@ def test_an_nvml_error_names_the_gpu(install: Install, function: str) -> None:
     assert ids(of(1)) == [A]
     with pytest.raises(ValueError, match=r"has 1 GPU\. GPU 1 cannot be used: Unknown Error"):
         of(2)
-
-
-# -- the process that asks the driver
-
-Driver = Callable[[str], None]
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
-    return partial(install_driver, monkeypatch, tmp_path)
-
-
-@pytest.mark.fault("the GPUs' driver hangs when an agent starts", "the agent ends, and says that it was the driver")
-def test_a_driver_that_hangs_is_an_error_after_a_timeout(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver("nvml = FakeNvml(); nvml.nvmlInit = lambda: time.sleep(600)")
-    with pytest.raises(DriverError, match=r"driver cannot be queried: .* did not end within 0\.5 s.*nvidia-smi"):
-        assign(1, share=False, environ={}, ask=lambda: take_inventory(0.5))
-    assert assign(1, share=False, environ={"CUDA_VISIBLE_DEVICES": ""}) == Assignment(), "the driver is not queried"
-    install_device_nodes(monkeypatch, "no-such-driver*")
-    assert assign(1, share=False, environ={}) == Assignment(), "there is no driver to query"
-
-
-@pytest.mark.parametrize(
-    ("program", "error"),
-    [
-        ("nvml = FakeNvml(); nvml.nvmlInit = os.abort", "was killed by SIGABRT"),
-        ("raise ImportError('libnvidia-ml.so: odd')", "exited with 1: ImportError: libnvidia-ml.so: odd"),
-    ],
-)
-def test_a_driver_that_ends_the_query_process_is_an_error(driver: Driver, program: str, error: str) -> None:
-    driver(program)
-    with pytest.raises(DriverError, match=error):
-        take_inventory()
-
-
-def test_the_query_process_finds_the_same_devices_as_this_process(driver: Driver, install: Install) -> None:
-    driver(
-        f"nvml = FakeNvml(FakeGpu({A!r}), FakeGpu({B!r}, mig=[FakeMig({M1!r})]), FakeGpu({C!r}, broken={{'*': 999}}))"
-    )
-    found = take_inventory()
-    install(FakeGpu(A), FakeGpu(B, mig=[FakeMig(M1)]), FakeGpu(C, broken={"*": 999}))
-    assert found == list_devices()
-    assert found.devices
-    assert found.devices[1].instances
-    assert found.devices[2].fault
 
 
 def test_why_the_gpus_of_a_host_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

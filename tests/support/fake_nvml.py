@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,3 +186,18 @@ def install_driver(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) 
     )
     monkeypatch.setattr(devices, "PROGRAM", (sys.executable, str(script)))
     install_device_nodes(monkeypatch, "nul[l]")
+
+
+Install = Callable[..., FakeNvml]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Replaces pynvml by a fake."""
+
+    def put(*devices: FakeGpu, init_error: int = 0) -> FakeNvml:
+        fake = FakeNvml(*devices, init_error=init_error)
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        return fake
+
+    return put
