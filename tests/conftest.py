@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
 from tests.support import launchers
+from tests.support.commands import until
 from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.processes import Processes
@@ -96,6 +98,18 @@ def _own_signal_handlers_and_variables() -> Iterator[None]:
     for number, handler in before.items():
         if handler is not None:
             signal.signal(number, handler)
+
+
+def _keepers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("redelastic-keepalive")}
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_node() -> Iterator[None]:
+    """A node that a test forgets renews its lease until the process ends, and later tests find its thread."""
+    before = _keepers()
+    yield
+    until(lambda: _keepers() <= before, "all nodes have been shut down")
 
 
 @pytest.fixture(scope="session")

@@ -109,7 +109,7 @@ class TestRegrouping:
     def test_a_failed_read_is_repeated_soon_and_from_the_beginning(
         self, own_server: RedisServer, new_node: NodeFactory
     ) -> None:
-        node = new_node(1, 1, url=own_server.url, keep_alive_interval=30)
+        node = new_node(1, 1, url=own_server.url, keep_alive_interval=30, close_timeout=0.3)
         node.next_rendezvous()
         keeper = node.keeper
         own_server.kill()

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -325,26 +324,28 @@ def test_a_first_connect_takes_the_caller_s_time(monkeypatch: pytest.MonkeyPatch
         )
 
 
+def _first_use(kind: str, url: str, run_id: str) -> None:
+    """In a process of its own, whose node lives until it ends."""
+    register_init_method()
+    vars(connection)["CONNECT_TIMEOUT"] = 0.0
+    if kind == "store":
+        store: dist.Store = RedisStore(url, run_id, timeout=TIMEOUT)
+    else:
+        store = next(dist.rendezvous(f"{url}?run_id={run_id}", 0, 1, timeout=TIMEOUT))[0]
+    store.set("here", "again")
+
+
 @pytest.mark.parametrize("kind", ["store", "group"])
 def test_a_first_connect_waits_for_redis_as_long_as_its_caller(
-    kind: str, own_server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, own_server: RedisServer, run_id: str, processes: Processes
 ) -> None:
     """Not only as long as those who name no time."""
-    register_init_method()
-    monkeypatch.setattr(connection, "CONNECT_TIMEOUT", 0.0)
-
-    def first_use(url: str) -> dist.Store:
-        if kind == "store":
-            return RedisStore(url, run_id, timeout=TIMEOUT)
-        store: dist.Store = next(dist.rendezvous(f"{url}?run_id={run_id}", 0, 1, timeout=TIMEOUT))[0]
-        return store
-
     own_server.kill()
-    with lossy_proxy(own_server) as (url, loss), ThreadPoolExecutor(1) as pool:
-        store = pool.submit(first_use, url)
-        until(lambda: loss.proxy.accepted > 1 or store.done(), "it tries again")
+    with lossy_proxy(own_server) as (url, loss):
+        processes.start(_first_use, kind, url, run_id)
+        until(lambda: loss.proxy.accepted > 1, "it tries again")
         own_server.start()
-        store.result().set("here", "again")
+        assert processes.values() == [None]
 
 
 def _kept_after_groups(url: str) -> list[tuple[int, int]]:
