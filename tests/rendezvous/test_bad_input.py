@@ -35,13 +35,18 @@ def key_named(keys: RunKeys, name: str) -> str:
 
 
 def corrupt_type(client: redis.Redis, key: str, is_type: str) -> bytes:
-    """Puts a value of another type at a key; returns its dump, to check later that nothing changed it."""
-    client.delete(key)
-    if is_type == "string":
-        client.rpush(key, "theirs")
-    else:
-        client.set(key, "theirs")
-    dumped = client.dump(key)
+    """Puts a value of another type at a key; returns its dump, to check later that nothing changed it.
+
+    At once: a node whose heartbeat found no key in between would be out.
+    """
+    with client.pipeline() as at_once:
+        at_once.delete(key)
+        if is_type == "string":
+            at_once.rpush(key, "theirs")
+        else:
+            at_once.set(key, "theirs")
+        at_once.dump(key)
+        *_, dumped = at_once.execute()
     assert isinstance(dumped, bytes)
     return dumped
 
