@@ -218,14 +218,14 @@ class Job:
             whole, _, _ = record.read().rpartition(b"\n")
         self._read += len(whole) + 1 if whole else 0
         for line in whole.splitlines():
-            told = json.loads(line)
-            if "step" in told:
-                self._newest[told["pid"]].steps.append(told["step"])
-            elif "ready" in told:
-                self._newest[told["pid"]].ready = told["ready"]
+            report = json.loads(line)
+            if "step" in report:
+                self._newest[report["pid"]].steps.append(report["step"])
+            elif "ready" in report:
+                self._newest[report["pid"]].ready = report["ready"]
             else:
-                self._newest[told["pid"]] = Worker(**told)
-                self._workers.append(self._newest[told["pid"]])
+                self._newest[report["pid"]] = Worker(**report)
+                self._workers.append(self._newest[report["pid"]])
         return self._workers
 
     def current(self) -> list[Worker]:

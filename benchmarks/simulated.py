@@ -93,7 +93,7 @@ class SimulatedNode(asyncio.Protocol):
         self.keeper = Unattended(self.node)
         self.interval = settings.keep_alive_interval
         self.parked, self.epoch = False, 0
-        self.entered_at = self.broken_at = self.told_at = self.renewed_at = 0.0
+        self.entered_at = self.broken_at = self.heard_at = self.renewed_at = 0.0
         self.may_join = asyncio.Event()
         self.may_join.set()
         self._heard = "0-0"
@@ -139,8 +139,8 @@ class SimulatedNode(asyncio.Protocol):
     def _idle(self) -> float:
         """For how long the kernel has received nothing for it, in seconds."""
         sock = self._transport.get_extra_info("socket")
-        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, SINCE_RECEIVED.stop)
-        return int.from_bytes(told[SINCE_RECEIVED], sys.byteorder) / 1000
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, SINCE_RECEIVED.stop)
+        return int.from_bytes(info[SINCE_RECEIVED], sys.byteorder) / 1000
 
     def close(self) -> None:
         """Close the connection without notice."""
@@ -178,7 +178,7 @@ class SimulatedNode(asyncio.Protocol):
             while not self.node.view.nodes_waiting:
                 await self._pump(self.interval)
             self.broken_at = time.monotonic()
-            self.told_at = self.broken_at - self._idle()
+            self.heard_at = self.broken_at - self._idle()
             await self.may_join.wait()
 
     def leave(self, client: redis.Redis) -> None:

@@ -131,8 +131,8 @@ def event_table(kinds: Iterable[type[events.Event]]) -> str:
         meaning, fields = documented(kind)
         if kind is events.Stopped:
             fields = documented(events.Closed)[1]
-        told = "; ".join(f"{name}: {text}" for name, text in fields.items())
-        rows.append(f"| `{names[kind]}` | {meaning} | {told} |")
+        described = "; ".join(f"{name}: {text}" for name, text in fields.items())
+        rows.append(f"| `{names[kind]}` | {meaning} | {described} |")
     return "\n".join(rows)
 
 

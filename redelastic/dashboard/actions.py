@@ -93,9 +93,9 @@ class Actions:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _act(self, run_id: str, asked: Action, address: str) -> str:
-        who = f"{asked.by} at {address}, on the dashboard"
+        person = f"{asked.by} at {address}, on the dashboard"
         try:
-            with Run(self._endpoint, run_id, key_prefix=self._prefix, by=who) as run:
+            with Run(self._endpoint, run_id, key_prefix=self._prefix, by=person) as run:
                 if asked.action == "drain":
                     return drain_answer(run.drain(asked.node, reason=asked.reason))
                 if asked.action == "checkpoint":

@@ -196,7 +196,7 @@ class Reader:
         return watch
 
     async def tail(self, watch: Watch, node: str, local_rank: str) -> Document | None:
-        """The end of a worker's log, as its node has last told it; None if that shares no logs.
+        """The end of a worker's log, as its node last reported it; None if that shares no logs.
 
         Raises:
             RedelasticError: Redis is away.

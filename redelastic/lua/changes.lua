@@ -39,7 +39,7 @@ end
 
 -- Takes back that this round brought no progress, since a member has left, or was lost before its workers had reported a step.
 local function excuse(event)
-  if run.judged == run.epoch and (event ~= 'lost' or run.told ~= run.epoch) and not run.closed then
+  if run.judged == run.epoch and (event ~= 'lost' or run.stepped ~= run.epoch) and not run.closed then
     set('judged', nil)
     set('idle', math.max(0, run.idle - 1))
   end

@@ -50,7 +50,7 @@ local function judge()
     set('judged', epoch)
   end
   if news >= 1 then
-    set('told', epoch)
+    set('stepped', epoch)
   end
 end
 

@@ -24,7 +24,7 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local TEXTS = 11 -- this many fields are text, the others numbers
 local FIELDS = { 'closed', 'stop', 'broken', 'member_lost', 'blamed', 'blamed_node', 'mark', 'roll_called_by', 'roll_again',
   'incarnation', 'save', 'protocol', 'created_at', 'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'admit_from', 'admit_by', 'beat_at', 'charged',
-  'restarts', 'idle', 'progress', 'judged', 'told', 'failed_at', 'restoring', 'roll_called_at', 'roll_timeout', 'roll_until', 'roll_last_chance',
+  'restarts', 'idle', 'progress', 'judged', 'stepped', 'failed_at', 'restoring', 'roll_called_at', 'roll_timeout', 'roll_until', 'roll_last_chance',
   'roll_answered', 'written', 'flush_at' }
 local run = {}
 local values = redis.call('HMGET', RUN, unpack(FIELDS))

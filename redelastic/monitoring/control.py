@@ -17,7 +17,7 @@ from redelastic.redis.keys import DEFAULT_TTL, SAVED, RunKeys, check_key_part
 
 from .curves import MEASURES, MINUTE, MINUTES, Curves
 from .events import EXCLUDED, MAX_REASON, MAX_TEXT, Event, decode, decode_cause, last_step, number_in
-from .records import Node, Run, decode_run, ids_in, pairs_of
+from .records import Node, Run, RunReply, decode_run, pairs_of
 
 T = TypeVar("T")
 
@@ -65,12 +65,12 @@ class RunControl:
             UnavailableError: Redis could not be reached, or refused the call.
             CorruptStateError: a key of the run holds something that redelastic did not write.
         """
-        reply = self._script(scripts.INSPECT, [])
+        found = self._script(scripts.INSPECT, [])
         with _of_redis(self._connection):
-            ids = ids_in(reply)
-            names = [self._keys.status(node) for node in ids]
+            reply = RunReply.decode(found)
+            names = [self._keys.status(node) for node in reply.nodes]
             statuses = self._call(lambda client: client.mget(names)) if names else []
-            run = decode_run(self._keys, reply, dict(zip(ids, statuses, strict=True)))
+            run = decode_run(self._keys, reply, dict(zip(reply.nodes, statuses, strict=True)))
         if run is None:
             raise UnknownRunError(
                 f"Redis at {self._connection.name} has no run {self._keys.run_id!r} with the key prefix "

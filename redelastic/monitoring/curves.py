@@ -64,7 +64,7 @@ class Curves:
 
     def __init__(self) -> None:
         self.points: dict[int, dict[str, float]] = {}
-        self._steps: dict[int, tuple[float, float]] = {}  # by minute: the highest step, and when it was told, in ms
+        self._steps: dict[int, tuple[float, float]] = {}  # by minute: the highest step, and when it was reported, in ms
         self._read_until = 0
 
     def missing(self, now: float) -> range:
@@ -101,7 +101,7 @@ class Curves:
 
 
 def _decoded(text: str) -> dict[str, tuple[float, float]]:
-    """The figures of a minute: each measure's value, and of how many nodes, or when it was told."""
+    """The figures of a minute: each measure's value, and of how many nodes, or when it was reported."""
     found = {}
     for figure in text[:MAX_POINT].split():
         name, _, words = figure.partition("=")

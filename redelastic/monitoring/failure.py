@@ -109,8 +109,8 @@ def failure_of(events: Sequence[Event], epoch: int) -> RoundFailure | None:
     own = list(_of_round(events, epoch))
     members = next((event.members for event in own if isinstance(event, kinds.Completed)), ())
     failed = [one for one in own if isinstance(one, kinds.Failed)]
-    told = {one.node for one in failed}
-    faults = sorted([*failed, *(one for one in own if _has_gone(one, members, told))], key=_since)
+    reporters = {one.node for one in failed}
+    faults = sorted([*failed, *(one for one in own if _has_gone(one, members, reporters))], key=_since)
     planned = any(isinstance(one, kinds.Left) and one.breaks and one.cause not in _FAULTY for one in own)
     if not faults:
         return None
@@ -144,14 +144,14 @@ def _of_round(events: Sequence[Event], epoch: int) -> Iterator[Event]:
             yield from event.each()
 
 
-def _has_gone(event: Event, members: Sequence[str], told: Collection[str]) -> bool:
-    """Whether a member has gone because of a fault, and not of its workers' failure, which its node has ``told``."""
+def _has_gone(event: Event, members: Sequence[str], reporters: Collection[str]) -> bool:
+    """Whether a member has gone because of a fault; one of the ``reporters`` has gone since its workers failed."""
     was_member = not members or event.node in members  # they are not known if the round began before the events kept
     match event:
         case kinds.Lost():
             return event.breaks or was_member
         case kinds.Left():
-            return event.cause in _FAULTY and event.node not in told and (event.breaks or was_member)
+            return event.cause in _FAULTY and event.node not in reporters and (event.breaks or was_member)
     return False
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from redelastic.redis.connection import text
 from redelastic.redis.errors import CorruptStateError
@@ -178,26 +178,59 @@ class Run:
         return f"{n} of {self.max_nodes} nodes have joined; the next one to ask completes the round."
 
 
-def ids_in(reply: Sequence[Any]) -> list[str]:
-    """The nodes in the reply of ``inspect.lua``: members by rank, then candidates in order."""
-    members = {text(node) for node in reply[3]}
-    return [node for node in pairs_of(reply[2]) if node in members] + list(pairs_of(reply[4]))
+class RunReply(NamedTuple):
+    """The reply of ``inspect.lua``, decoded.
+
+    Attributes:
+        now: on the server's clock, in ms since 1970.
+        run: the run's fields, by name.
+        ranks: of the nodes of the last round.
+        members: the nodes that hold it.
+        candidates: the nodes that wait for the next one, in order.
+        leases: when each node's lease ends, in ms since 1970.
+        failures: how many rounds in a row a host's workers were the first to fail, by the host's name.
+    """
+
+    now: int
+    run: Mapping[str, str]
+    ranks: Mapping[str, str]
+    members: Collection[str]
+    candidates: Collection[str]
+    leases: Mapping[str, str]
+    failures: Mapping[str, str]
+
+    @classmethod
+    def decode(cls, reply: Sequence[Any]) -> RunReply:
+        """From the script's reply, as RESP2 or RESP3 gives it."""
+        now, run, ranks, members, candidates, leases, failures = reply
+        return cls(
+            int(now),
+            run=pairs_of(run),
+            ranks=pairs_of(ranks),
+            members={text(node) for node in members},
+            candidates=list(pairs_of(candidates)),
+            leases=pairs_of(leases),
+            failures=pairs_of(failures),
+        )
+
+    @property
+    def nodes(self) -> list[str]:
+        """Members by rank, then candidates in order."""
+        return [*(node for node in self.ranks if node in self.members), *self.candidates]
 
 
-def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes | str | None]) -> Run | None:
+def decode_run(keys: RunKeys, reply: RunReply, statuses: Mapping[str, bytes | str | None]) -> Run | None:
     """The run in the reply of ``inspect.lua``; None if there is none.
 
     Args:
         keys: of the run.
         reply: of the script.
-        statuses: as the nodes wrote them, by the ids that :func:`ids_in` finds in the reply.
+        statuses: as the nodes wrote them, by the nodes' ids.
 
     Raises:
         CorruptStateError: a field that should be a number is not.
     """
-    now = int(reply[0])
-    run, ranks, leases, failures = (pairs_of(reply[i]) for i in (1, 2, 5, 6))
-    members = {text(node) for node in reply[3]}
+    now, run, ranks, members, _, leases, failures = reply
     if not run:
         return None
 
@@ -245,7 +278,7 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
         idle=number("idle"),
         failures=failed,
         barred=sorted(name for name, count in failed.items() if count >= (limit or EXCLUDED)),
-        nodes=tuple(node_of(node) for node in ids_in(reply)),
+        nodes=tuple(node_of(node) for node in reply.nodes),
         time=now / 1000,
         progress=number("progress"),
     )

@@ -122,7 +122,7 @@ class Meeting:
         return json.loads(agreed), agreed == own
 
     def _names(self) -> list[str]:
-        """The hosts' names; a number where a host has died before it told its own."""
+        """The hosts' names; a number where a host has died before it reported its own."""
         found = self._store.peek([f"name/{host}" for host in range(self._hosts)])
         return [f"host {host}" if name is None else name.decode(errors="replace") for host, name in enumerate(found)]
 

@@ -216,11 +216,11 @@ def test_without_pidfds_a_worker_that_has_ended_does_not_hang(monkeypatch: pytes
         with monkeypatch.context() as patched, subprocess.Popen(["true"]) as process:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # now a zombie
             patched.setattr(os, lacking, refuse)
-            told = threading.Event()
-            workers = Workers(1, AgentOptions(hang_timeout=1), 0.1, {0}, told.set)
+            woken = threading.Event()
+            workers = Workers(1, AgentOptions(hang_timeout=1), 0.1, {0}, woken.set)
             try:
                 workers.started({0: process.pid})
-                assert lacking == "pidfd_open" or told.wait(LIMIT)
+                assert lacking == "pidfd_open" or woken.wait(LIMIT)
                 assert workers.ended(0)
             finally:
                 workers.close()

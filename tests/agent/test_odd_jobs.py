@@ -126,7 +126,7 @@ def test_scripts_that_save_and_end_with_0_have_not_finished(server: RedisServer,
         assert all(asked in node.stderr for node in job.nodes.values())
 
 
-def test_a_node_that_has_finished_waits_no_longer_than_it_is_told_to(server: RedisServer, tmp_path: Path) -> None:
+def test_a_finished_node_waits_until_its_limit(server: RedisServer, tmp_path: Path) -> None:
     (tmp_path / "stays.py").write_text(STAYS)
     with AgentJob(server, tmp_path, "1:2") as job:
         job.start("a", "b", script=tmp_path / "stays.py", options=("--exit-barrier-timeout=0.3",))
@@ -158,14 +158,14 @@ def test_a_host_joins_that_cannot_ask_whether_it_is_excluded() -> None:
     def unreachable(_: str) -> int:
         raise UnreachableError("away")
 
-    told: list[Event] = []
+    noted: list[Event] = []
     admission = Admission(
         node=SimpleNamespace(must_leave=lambda: False, settings=SimpleNamespace(node_name="here")),  # type: ignore[arg-type]
         control=SimpleNamespace(failures=unreachable),  # type: ignore[arg-type]
         options=AgentOptions(health_checks=(), max_failed_rounds=2),
         checked=checks.Node(Path(), 1),
-        note=told.append,
+        note=noted.append,
     )
     admission.require()
     assert not admission.barred
-    assert told == []
+    assert noted == []

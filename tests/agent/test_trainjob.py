@@ -65,7 +65,9 @@ def job_at(controller: Controller, ca: str, token: Path) -> TrainJob:
     return found
 
 
-def test_it_is_told_how_the_job_stands(controller: Controller, certificates: Certificates, tmp_path: Path) -> None:
+def test_the_trainer_gets_the_progress_of_the_job(
+    controller: Controller, certificates: Certificates, tmp_path: Path
+) -> None:
     token = tmp_path / "token"
     job = job_at(controller, certificates.ca, token)
     for text in ("first\n", "renewed\n"):
@@ -75,10 +77,10 @@ def test_it_is_told_how_the_job_stands(controller: Controller, certificates: Cer
         ("/apis/x/status", "Bearer first"),
         ("/apis/x/status", "Bearer renewed"),
     ]
-    told = controller.seen[0][2]["trainerStatus"]
+    status = controller.seen[0][2]["trainerStatus"]
     values = {"step": "9", "round": "3", "nodes": "4", "restarts": "1", "effectiveTrainingTime": "0.9753"}
-    assert told["metrics"] == [{"name": name, "value": value} for name, value in values.items()]
-    assert told["lastUpdatedTime"].endswith("Z")
+    assert status["metrics"] == [{"name": name, "value": value} for name, value in values.items()]
+    assert status["lastUpdatedTime"].endswith("Z")
 
 
 def test_what_is_refused_or_cannot_be_read_is_an_error(

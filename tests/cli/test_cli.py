@@ -28,7 +28,7 @@ HOSTILE = "\x1b[2J\x9b[red]bold[/red]\r\n\u202e\u2066"  # clears screens, revers
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "expected"),
     [
         (("statsu", "RUN"), "redelastic: unknown command 'statsu'; did you mean status? (see redelastic --help)"),
         (("xyz",), "redelastic: unknown command 'xyz'; commands: run, status, events"),
@@ -41,10 +41,10 @@ HOSTILE = "\x1b[2J\x9b[red]bold[/red]\r\n\u202e\u2066"  # clears screens, revers
         (("drain", "r", "0", "--timeout", "-1"), "redelastic drain: argument"),
     ],
 )
-def test_wrong_arguments_are_one_line_that_says_what_was_meant(argv: tuple[str, ...], told: str) -> None:
+def test_wrong_arguments_are_one_line_that_says_what_was_meant(argv: tuple[str, ...], expected: str) -> None:
     done = run_command(*argv)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert told in done.err
+    assert expected in done.err
 
 
 def test_the_package_is_the_command() -> None:

@@ -226,7 +226,7 @@ SPACED = {"my data", "x y", "--password=two words"}
         ("train.py it's-of-env redis://u:p@h", f"train.py {HIDDEN} redis://u:{HIDDEN}@h"),
     ],
 )
-def test_a_command_is_told_without_secrets(words: str, shown: str) -> None:
+def test_a_command_is_shown_without_secrets(words: str, shown: str) -> None:
     """Words that hold a space are set off by bars."""
     each = [word for part in words.split("|") for word in ([part] if part in SPACED else part.split())]
     assert command_line(each, {"DB_PASSWORD": "it's-of-env"}) == shown

@@ -82,7 +82,7 @@ class TestPhases:
         join_all(pool, first)
         joining.result(60)
 
-    def test_spares_are_told_from_those_who_wait(
+    def test_spares_are_distinguished_from_candidates(
         self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str
     ) -> None:
         new_node(1, 1).next_rendezvous()
@@ -250,7 +250,7 @@ class TestProblems:
         assert "- host-1 is draining, by spot" in out
         assert "draining" in out
 
-    def test_gpus_that_cannot_be_shown_are_told_of(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
+    def test_gpus_that_cannot_be_shown_are_mentioned(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
         tell(new_node(1, 1), gpus_hidden="redelastic[gpu] is not installed").next_rendezvous()
         assert "GPUs of 1 node are not shown: redelastic[gpu] is not installed" in cli(run_id).out
         [node] = cli(run_id, "--json").json["nodes"]
@@ -277,8 +277,8 @@ class TestProblems:
         nodes.pop().node.stop()
         until(nodes[0].num_nodes_waiting, "the loss is known")
         join_all(pool, *nodes)
-        told = [event["event"] for event in cli(run_id, "--json").json["events"]]
-        assert told[-3:] == ["completed", "lost", "completed"]
+        kinds = [event["event"] for event in cli(run_id, "--json").json["events"]]
+        assert kinds[-3:] == ["completed", "lost", "completed"]
 
 
 # -- whatever somebody wrote

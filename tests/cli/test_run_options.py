@@ -82,9 +82,9 @@ def test_a_flag_outweighs_its_variable(launched: list[Any], monkeypatch: pytest.
 
 def test_a_launcher_may_place_the_run_by_variables_alone(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubeflow's trainer sets such variables, those of the static rendezvous among them."""
-    told = {"RDZV_BACKEND": "redis", "RDZV_ENDPOINT": "127.0.0.1:1", "RDZV_ID": "x", "NNODES": "2:4"}
-    told |= {"NPROC_PER_NODE": "3", "NODE_RANK": "1", "MASTER_ADDR": "train-0", "MASTER_PORT": "29400"}
-    for name, value in told.items():
+    message = {"RDZV_BACKEND": "redis", "RDZV_ENDPOINT": "127.0.0.1:1", "RDZV_ID": "x", "NNODES": "2:4"}
+    message |= {"NPROC_PER_NODE": "3", "NODE_RANK": "1", "MASTER_ADDR": "train-0", "MASTER_PORT": "29400"}
+    for name, value in message.items():
         monkeypatch.setenv(f"PET_{name}", value)
     assert main(["run", SCRIPT]) == 0
     config = launched[0]
@@ -94,23 +94,23 @@ def test_a_launcher_may_place_the_run_by_variables_alone(launched: list[Any], mo
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "told"),
+    ("variable", "value", "message"),
     [
         ("PET_RDZV_BACKEND", "c10d", "PET_RDZV_BACKEND=c10d selects another rendezvous: unset it"),
         ("PET_DRAIN_TIMEOUT", "-1", "drain_timeout=-1"),
     ],
 )
 @pytest.mark.usefixtures("launched")
-def test_a_wrong_variable_is_told(
-    variable: str, value: str, told: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_wrong_variable_is_an_error(
+    variable: str, value: str, message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
     assert main(["run", *PLACE, SCRIPT]) == 2
-    assert told in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         (("--nproc-per-node=0",), "--nproc-per-node=0 is out of range: it must be 1 or more"),
         (("--nproc-per-node=-3",), "--nproc-per-node=-3 is out of range"),
@@ -118,9 +118,9 @@ def test_a_wrong_variable_is_told(
     ],
 )
 @pytest.mark.usefixtures("launched")
-def test_what_cannot_run_is_refused(given: tuple[str, ...], told: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_run_is_refused(given: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *PLACE, *given, SCRIPT]) == 2
-    assert told in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -141,10 +141,10 @@ def test_a_log_dir_is_made(launched: list[Any], tmp_path: Path) -> None:
     assert (tmp_path / "new" / "logs").is_dir()
 
 
-def test_where_the_logs_are_is_told_from_the_root(
+def test_the_log_folder_is_shown_as_an_absolute_path(
     launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those who read it may be anywhere."""
+    """Its readers may work in another folder."""
     monkeypatch.chdir(tmp_path)
     assert main(["run", *PLACE, "--log-dir=logs", SCRIPT]) == 0
     assert launched[0].logs_specs.root_log_dir == f"{tmp_path}/logs"
@@ -274,7 +274,7 @@ class TestConfigFile:
         assert "training-script-args" not in printed
 
     @pytest.mark.parametrize(
-        ("text", "told"),
+        ("text", "message"),
         [
             ("hang-timout = 3", "job.toml: hang-timout is no option; did you mean hang-timeout? see"),
             ("config = 'x'", "job.toml: config is no option"),
@@ -298,11 +298,11 @@ class TestConfigFile:
     )
     @pytest.mark.usefixtures("launched")
     def test_what_is_wrong_is_said(
-        self, text: str, told: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+        self, text: str, message: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         assert main(["run", *PLACE, f"--config={write(tmp_path, text)}", SCRIPT]) == 2
         said = capfd.readouterr().err
-        assert told in said
+        assert message in said
         assert said.count("\n") == 1
 
     def test_a_file_that_is_not_there_is_said(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -332,8 +332,8 @@ def test_torchruns_completion_is_refused(
     monkeypatch.setattr(torchrun, "get_args_parser", newer)
     with pytest.raises(SystemExit, match="2"):
         main(["run", *given])
-    told = "redelastic run: --print-completion is for torchrun: use redelastic completion bash (or zsh, or fish).\n"
-    assert capfd.readouterr() == ("", told)
+    message = "redelastic run: --print-completion is for torchrun: use redelastic completion bash (or zsh, or fish).\n"
+    assert capfd.readouterr() == ("", message)
     assert "--print-completion" not in make_parser().format_help()
     assert main(["completion", "bash"]) == 0, "the command that is named"
     printed = capfd.readouterr().out
@@ -387,7 +387,7 @@ class TestPrintedConfig:
         assert line == f"# training-script-args = {json.dumps(shown)}  # it has a secret"
         assert " ".join(shown) == command_line(args, {})
 
-    def test_wrong_options_are_told(self, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_wrong_options_are_errors(self, capfd: pytest.CaptureFixture[str]) -> None:
         assert main(["run", "--print-config", "--nnodes=0", SCRIPT]) == 2
         assert main(["run", "--print-config", "--rdzv-endpoint=redis://user:c4n4ry@h:x", SCRIPT]) == 2
         said = capfd.readouterr()

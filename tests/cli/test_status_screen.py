@@ -133,7 +133,7 @@ def test_a_thousand_nodes_with_something_wrong() -> None:
     assert "and 975 more nodes, 975 of them with problems (--all)" in out
 
 
-def test_nodes_on_one_host_are_told_apart() -> None:
+def test_nodes_on_one_host_are_distinguished() -> None:
     out = shown(run_of(*(node_of(i, name="host") for i in range(2))))
     assert "host-0000-7 " in out
     assert "host-0001-7 " in out

@@ -116,8 +116,8 @@ class TestWhoIsLetIn:
     def test_elsewhere_it_asks_for_a_token(self, server: RedisServer, tmp_path: Path) -> None:
         file = tmp_path / "token"
         file.write_text(f"{TOKEN}\n")
-        with dashboard(f"--endpoint={server.url}", "--host=0.0.0.0", f"--token-file={file}") as (told, process):
-            url = told.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
+        with dashboard(f"--endpoint={server.url}", "--host=0.0.0.0", f"--token-file={file}") as (shown, process):
+            url = shown.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
             assert TOKEN not in process.out
             for path in ("", "live", "api/runs", "page/main.js"):
                 code, headers, body = ask(url + path)
@@ -203,11 +203,11 @@ def ask_for_stream(port: int) -> socket.socket:
     return client
 
 
-def timeless(told: Any) -> Any:
+def timeless(shown: Any) -> Any:
     """A document without what is of the moment at which it was made."""
-    if isinstance(told, dict):
-        return {name: timeless(value) for name, value in told.items() if name not in OF_THE_MOMENT}
-    return [timeless(value) for value in told] if isinstance(told, list) else told
+    if isinstance(shown, dict):
+        return {name: timeless(value) for name, value in shown.items() if name not in OF_THE_MOMENT}
+    return [timeless(value) for value in shown] if isinstance(shown, list) else shown
 
 
 class TestJson:

@@ -270,8 +270,8 @@ def test_a_thousand_nodes(client: redis.Redis, server: RedisServer, browser: Bro
         browser.driver.find_element(By.CSS_SELECTOR, "input[type=search]").send_keys("node-0700")
         until(lambda: list(browser.rows()) == ["node-0700"], "it is found by its name")
         browser.driver.find_element(By.CSS_SELECTOR, ".node-name").click()
-        told = browser.until(".panel", "NVIDIA H100")
-        assert victim in told
+        shown = browser.until(".panel", "NVIDIA H100")
+        assert victim in shown
 
 
 def test_nodes_that_are_lost_together_are_each_seen(
@@ -282,8 +282,8 @@ def test_nodes_that_are_lost_together_are_each_seen(
     crowd.add(Lost(epoch=4, size=100, node=lost[0], nodes=tuple(lost), cause="lease", silent_ms=6000))
     with dashboard(f"--endpoint={server.url}") as (url, _):
         browser.open(f"{url}runs/{run_id}")
-        told = browser.until(".events", "and 63 more nodes lost its lease after 6.0 s")
-        assert "node-0020" in told
+        shown = browser.until(".events", "and 63 more nodes lost its lease after 6.0 s")
+        assert "node-0020" in shown
         browser.until(".figures", lambda text: re.search(r"Last fault\nlost\nnode-0020-[0-9]+ and 63 more nodes", text))
         marks = "return [...document.querySelectorAll('.lanes .mark.cross title')].map((title) => title.textContent)"
         seen = {title.partition(":")[0] for title in browser.run(marks) if "lost its lease" in title}
@@ -301,5 +301,5 @@ def test_a_run_that_is_not_there(server: RedisServer, browser: Browser, new_node
         until(lambda: browser.rows() == {"a": "running"}, "it is shown as soon as it is there", 60)
         browser.open(f"{url}runs/bad*id")
         browser.until(".banner", "The dashboard's server refuses this page")
-        [told] = browser.console_errors()
-        assert re.search(r"/live\?run=bad\*id .* 404 ", told)
+        [shown] = browser.console_errors()
+        assert re.search(r"/live\?run=bad\*id .* 404 ", shown)

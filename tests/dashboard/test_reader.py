@@ -45,12 +45,12 @@ class Browser:
     """What a browser has been told so far; of a run, or with None of all."""
 
     def __init__(self, reader: Reader, run_id: str | None) -> None:
-        self._told: AsyncIterator[str] = reader.follow(run_id)
+        self._updates: AsyncIterator[str] = reader.follow(run_id)
         self.heard: list[str] = []
         self.document: Any = {}
 
     async def hear(self) -> None:
-        text = await anext(self._told)
+        text = await anext(self._updates)
         self.heard.append(text)
         kind, _, data = text.partition("\ndata: ")
         if kind == "event: document":
@@ -63,7 +63,7 @@ class Browser:
             await self.hear()
 
     async def close(self) -> None:
-        close: Any = self._told
+        close: Any = self._updates
         await close.aclose()
 
 
@@ -101,12 +101,12 @@ class TestTrouble:
 
         async def story(reader: Reader) -> None:
             listed, page = Browser(reader, None), Browser(reader, run_id)
-            await listed.until(lambda told: told.get("trouble"))
+            await listed.until(lambda update: update.get("trouble"))
             assert "needs ~redelastic:* and +scan" in listed.document["trouble"]
             assert listed.document["trouble"].endswith("Here a run's page is /runs/RUN.")
-            await page.until(lambda told: told.get("phase") == "running")
+            await page.until(lambda update: update.get("phase") == "running")
             before = page.document["now"]
-            await page.until(lambda told: told["now"] > before)
+            await page.until(lambda update: update["now"] > before)
             assert page.document["trouble"] == ""
             assert len(page.document["nodes"]) == 3
             with pytest.raises(RedelasticError, match="scan"):
@@ -131,20 +131,20 @@ class TestTrouble:
             with monkeypatch.context() as patched:
                 patched.setattr(view, "overview", fails)
                 listed, of_good, of_bad = Browser(reader, None), Browser(reader, good), Browser(reader, bad)
-                await of_bad.until(lambda told: "what nobody thought of" in told.get("trouble", ""))
-                await of_good.until(lambda told: told.get("phase") == "running")
-                await listed.until(lambda told: told.get("runs", {}).keys() >= {good, bad})
+                await of_bad.until(lambda update: "what nobody thought of" in update.get("trouble", ""))
+                await of_good.until(lambda update: update.get("phase") == "running")
+                await listed.until(lambda update: update.get("runs", {}).keys() >= {good, bad})
                 assert listed.document["runs"][good]["phase"] == "running"
                 assert listed.document["runs"][bad]["phase"] == "unreadable"
                 assert "KeyError" in listed.document["runs"][bad]["why"]
                 assert of_good.document["trouble"] == listed.document["trouble"] == ""
                 with pytest.raises(RedelasticError, match="KeyError"):
                     await reader.watch(bad)
-                phases = {told["run"]: told["phase"] for told in (await reader.summaries())[0]}
+                phases = {update["run"]: update["phase"] for update in (await reader.summaries())[0]}
                 assert (phases[good], phases[bad]) == ("running", "unreadable")
-            await of_bad.until(lambda told: told["trouble"] == "")
+            await of_bad.until(lambda update: update["trouble"] == "")
             assert of_bad.document["phase"] == "running"
-            await listed.until(lambda told: told["runs"][bad]["phase"] == "running")
+            await listed.until(lambda update: update["runs"][bad]["phase"] == "running")
 
         play(connection, story)
 
@@ -155,7 +155,7 @@ class TestTrouble:
         client.hset(keys.run, "epoch", "x")
 
         async def story(reader: Reader) -> None:
-            phases = {told["run"]: told["phase"] for told in (await reader.summaries())[0]}
+            phases = {update["run"]: update["phase"] for update in (await reader.summaries())[0]}
             assert (phases[runs["a"].keys.run_id], phases[keys.run_id]) == ("running", "corrupt")
             for _ in range(2):
                 with pytest.raises(CorruptStateError, match=keys.run):
@@ -220,13 +220,13 @@ class TestManyRuns:
 
             async def story(reader: Reader) -> None:
                 listed, unlisted = await reader.summaries()
-                assert ([told["run"] for told in listed], unlisted) == (["x", "y", "z"], 0)
+                assert ([update["run"] for update in listed], unlisted) == (["x", "y", "z"], 0)
                 for name in "ab":
                     Crowd(client, name, 1, lease=600)
                 listed, unlisted = await reader.summaries()
-                assert ([told["run"] for told in listed], unlisted) == (["x", "y", "z"], 2)
+                assert ([update["run"] for update in listed], unlisted) == (["x", "y", "z"], 2)
                 page = Browser(reader, None)
-                await page.until(lambda told: told.get("runs", {}).keys() == set("xyz") and told["unlisted"] == 2)
+                await page.until(lambda update: update.get("runs", {}).keys() == set("xyz") and update["unlisted"] == 2)
                 assert (await reader.watch("a")).report["run"] == "a", "its page is there all the same"
 
             play(connection, story)
@@ -261,11 +261,11 @@ class TestManyRuns:
 
         async def story(reader: Reader) -> None:
             listed = Browser(reader, None)
-            await listed.until(lambda told: told.get("runs", {}).keys() >= {seen, listed_only})
+            await listed.until(lambda update: update.get("runs", {}).keys() >= {seen, listed_only})
             await reader.summaries()
             assert runs_in(through, b"HMGET") == [], "curves are read for pages only"
             page = Browser(reader, seen)
-            await page.until(lambda told: told.get("phase") == "running")
+            await page.until(lambda update: update.get("phase") == "running")
             assert {*runs_in(through, b"HMGET")} == {seen}
 
         with lossy_proxy(server) as (url, through), closing(Connection.open(url)) as connection:
@@ -281,9 +281,9 @@ class TestCost:
             connection = Connection.open(own_server.url)
 
             def calls() -> dict[str, int]:
-                told: Any = client.info("commandstats")
+                update: Any = client.info("commandstats")
                 return {
-                    name: told.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("evalsha", "mget", "xrevrange")
+                    name: update.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("evalsha", "mget", "xrevrange")
                 }
 
             async def story(reader: Reader) -> None:
@@ -316,7 +316,7 @@ class TestCost:
             page = Browser(reader, run_id)
             await page.hear()
             crowd.beat()
-            await page.until(lambda told: told["step"] == crowd.step)
+            await page.until(lambda update: update["step"] == crowd.step)
             whole, patches = len(page.heard[0]), page.heard[1:]
             assert all(patch.startswith("event: patch") for patch in patches)
             assert max(map(len, patches)) < whole / 2

@@ -89,15 +89,15 @@ class TestView:
         nodes = [story.node(f"n{i}") for i in range(50)]
         story.join(0, nodes, within=1)
         story.complete(2, nodes, start=5)
-        told = list(fold(story.events()).values())
-        assert [(line["event"], line.get("count")) for line in told] == [
+        folded = list(fold(story.events()).values())
+        assert [(line["event"], line.get("count")) for line in folded] == [
             ("joined", 50),
             ("completed", None),
             ("started", 50),
             ("progressed", None),
         ]
 
-    def test_what_many_nodes_are_told_of_together_is_seen_of_each(self) -> None:
+    def test_a_merged_event_is_shown_for_each_of_its_nodes(self) -> None:
         story = Story()
         nodes = [story.node(f"n{i:03d}") for i in range(200)]
         story.join(0, nodes, within=1)

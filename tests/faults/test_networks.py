@@ -123,7 +123,7 @@ class Member:
             return self.handler.next_rendezvous()
 
     @property
-    def told(self) -> bool:
+    def knows(self) -> bool:
         """Whether it knows that its round is broken."""
         return self.handler.num_nodes_waiting() > 0
 
@@ -187,7 +187,7 @@ def test_a_member_is_cut_off(
     identity = cut.handler.node.id
     with fault(network, cut.name):
         since, wall = time.monotonic(), time.time()
-        wait_until(lambda: all(member.told for member in others), "the others know")
+        wait_until(lambda: all(member.knows for member in others), "the others know")
         known = time.time()
         [event] = [event for event in control.events() if event.event == "lost"]
         assert event.node == identity, "it is out, and nobody else"
@@ -198,12 +198,12 @@ def test_a_member_is_cut_off(
         assert sorted(ranks.values()) == [(0, 2), (1, 2)]
         measured("survivors regrouped", time.monotonic() - since)
         wait_until(lambda: cut.handler.node.watch.away > 0, "it has noticed that Redis is away")
-        assert not cut.told, "it keeps its round, and its workers (I9)"
+        assert not cut.knows, "it keeps its round, and its workers (I9)"
     healed = time.monotonic()
-    wait_until(lambda: cut.told, "it hears that it was fenced")
+    wait_until(lambda: cut.knows, "it hears that it was fenced")
     measured("it knows", time.monotonic() - healed)
     with joining(cut) as back:
-        wait_until(lambda: all(member.told for member in others), "there is room for it")
+        wait_until(lambda: all(member.knows for member in others), "there is room for it")
         places = join(*others)
         measured("back in a round", time.monotonic() - healed)
         assert {name: rank for name, (rank, _) in places.items()} == {n: rank for n, (rank, _) in ranks.items()}
@@ -236,7 +236,7 @@ def test_a_spare_is_cut_off(members: list[Member], control: RunControl, network:
         assert (run.epoch, run.broken) == (1, None), "the round stands"
         leaving, stays = first
         leaving.handler.end(Left(cause="exited"), "goes on")
-        wait_until(lambda: stays.told, "there is a place")
+        wait_until(lambda: stays.knows, "there is a place")
         assert sorted([*join(stays).values(), (joined.result(LIMIT).rank, 2)]) == [(0, 2), (1, 2)]
 
 
@@ -254,7 +254,7 @@ def test_a_slow_link(members: list[Member], control: RunControl, network: Networ
         gone = dies.handler.node.id
         dies.handler.node.stop()
         since = time.monotonic()
-        wait_until(lambda: slow.told and other.told, "its death is known")
+        wait_until(lambda: slow.knows and other.knows, "its death is known")
         measured("a death known", time.monotonic() - since)
         assert sorted(join(slow, other).values()) == [(0, 2), (1, 2)]
         assert lost(control) == [gone]

@@ -169,14 +169,14 @@ def test_telemetry_is_what_nvidia_smi_says(ours: AgentJob) -> None:
     ours.start("a", script=TRAIN, env=BACKEND)
     ours.wait_round("a")
 
-    def told() -> Any:
+    def reported() -> Any:
         return ours.control.find("a").status.get("gpus", [{}])[0]
 
-    ours.wait("its memory has been told", lambda: told().get("memory_used", 0) > HELD * 2**20)
+    ours.wait("its memory has been told", lambda: reported().get("memory_used", 0) > HELD * 2**20)
     uuid, name, used, total, temperature, ecc = query_gpu(
         "uuid", "name", "memory.used", "memory.total", "temperature.gpu", "ecc.errors.uncorrected.volatile.total"
     )
-    gpu = told()
+    gpu = reported()
     assert (gpu["uuid"], gpu["name"]) == (uuid, name)
     assert gpu["memory_used"] / 2**20 == pytest.approx(int(used), abs=1024)  # the driver's own share counts for one
     assert gpu["memory_total"] / 2**20 == pytest.approx(int(total), abs=2)

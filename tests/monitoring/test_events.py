@@ -65,9 +65,9 @@ def full(kind: type[Event]) -> Event:
 def test_what_is_written_is_read(kind: type[Event]) -> None:
     event = full(kind)
     pairs = ["breaks", "1", *event.pairs()]
-    told = dict(zip(pairs[::2], pairs[1::2], strict=True))
-    told |= {"event": event.event, "epoch": "2", "size": "3", "node": NODE}
-    assert decode("5000-1", told) == event
+    entry = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    entry |= {"event": event.event, "epoch": "2", "size": "3", "node": NODE}
+    assert decode("5000-1", entry) == event
     of_record = decode_cause(event.as_cause())
     assert of_record == replace(event, id="", time=0, epoch=0, size=0, breaks=False)
 
@@ -125,5 +125,5 @@ def test_a_cause_that_someone_else_wrote_is_unknown(text: str) -> None:
 
 
 def test_a_field_of_another_type_is_not_known() -> None:
-    told = {"event": "lost", "node": NODE, "cause": "boredom", "silent_ms": "1e9", "epoch": "x", "breaks": "yes"}
-    assert decode("x", told) == Lost(id="x", node=NODE)
+    entry = {"event": "lost", "node": NODE, "cause": "boredom", "silent_ms": "1e9", "epoch": "x", "breaks": "yes"}
+    assert decode("x", entry) == Lost(id="x", node=NODE)

@@ -41,7 +41,7 @@ RAISED = event(13, "failed", A, age_ms=3000, **worker(0, "ValueError: bad"))
 FOLLOWED = event(13.2, "failed", B, age_ms=0, follows=1, **worker(1, PEER))
 
 
-def told(*events: Event) -> dict[str, str]:
+def card(*events: Event) -> dict[str, str]:
     failure = last_failure([completed(0), *events])
     assert failure is not None
     return dict(lines(failure))
@@ -49,7 +49,7 @@ def told(*events: Event) -> dict[str, str]:
 
 def test_the_worker_that_raised_first_is_the_cause() -> None:
     log = event(13.1, "log", A, rank=0, path="/logs/0.log")
-    found = told(RAISED, log, FOLLOWED, completed(14, 2))
+    found = card(RAISED, log, FOLLOWED, completed(14, 2))
     assert found == {
         "cause": "a-7: worker 0 (rank 0, pid 9) exited with 1: ValueError: bad",
         "log": "/logs/0.log",
@@ -60,8 +60,8 @@ def test_the_worker_that_raised_first_is_the_cause() -> None:
 
 def test_the_order_is_that_of_the_failures_and_not_of_the_reports() -> None:
     late = event(14, "failed", C, age_ms=3500, **worker(2, "KeyError: 1"))
-    assert told(RAISED, late)["cause"].startswith("a-7: ")
-    assert told(RAISED, event(14, "failed", C, age_ms=4500, **worker(2)))["cause"].startswith("c-7: ")
+    assert card(RAISED, late)["cause"].startswith("a-7: ")
+    assert card(RAISED, event(14, "failed", C, age_ms=4500, **worker(2)))["cause"].startswith("c-7: ")
 
 
 def test_the_last_fault_is_no_failure_that_followed() -> None:
@@ -76,7 +76,7 @@ def test_the_last_fault_is_no_failure_that_followed() -> None:
 
 
 def test_without_the_peers_failure_the_cause_is_not_known() -> None:
-    found = told(FOLLOWED)
+    found = card(FOLLOWED)
     assert found["cause"].startswith("not known: every worker that failed says that a peer is gone")
     assert found["others"] == f"workers failed on b-7 (rank 1): {PEER}"
     assert "log" not in found
@@ -91,7 +91,7 @@ def test_without_the_peers_failure_the_cause_is_not_known() -> None:
 )
 def test_a_lost_node_is_the_cause_of_what_fails_after_it(lost: dict[str, Any], cause: str) -> None:
     failed = event(13, "failed", B, age_ms=200, **worker(1, "RuntimeError: step failed"))
-    found = told(failed, event(14, "lost", C, breaks=1, **lost), completed(15, 2, [A, B]))
+    found = card(failed, event(14, "lost", C, breaks=1, **lost), completed(15, 2, [A, B]))
     assert found["cause"].startswith(cause)
     assert found["cause"].endswith("; why is not known")
     assert "b-7 (rank 1): RuntimeError: step failed" in found["others"]
@@ -101,7 +101,7 @@ def test_a_lost_node_is_the_cause_of_what_fails_after_it(lost: dict[str, Any], c
 def test_a_failure_that_names_no_peer_may_have_a_cause_of_its_own() -> None:
     own = event(13.1, "failed", C, age_ms=0, **worker(2, "KeyError: 2"))
     others = f"workers failed because of it on b-7 (rank 1): {PEER}; workers also failed on c-7 (rank 2): KeyError: 2"
-    assert told(RAISED, FOLLOWED, own)["others"] == others
+    assert card(RAISED, FOLLOWED, own)["others"] == others
 
 
 def test_a_spare_that_is_lost_is_no_cause() -> None:
@@ -109,7 +109,7 @@ def test_a_spare_that_is_lost_is_no_cause() -> None:
 
 
 def test_a_node_that_is_lost_later_is_no_cause() -> None:
-    found = told(RAISED, event(30, "lost", C, cause="lease", silent_ms=6000))
+    found = card(RAISED, event(30, "lost", C, cause="lease", silent_ms=6000))
     assert found["cause"].startswith("a-7: worker 0")
     assert "no restart was charged" in found["then"], "as the script that counts has it"
 
@@ -120,21 +120,21 @@ def test_a_round_that_was_left_on_purpose_has_not_failed() -> None:
     assert last_failure([completed(0), event(12, "left", C, cause="finished", breaks=1)]) is None
 
 
-def test_what_was_done_is_told() -> None:
+def test_the_card_says_what_was_done() -> None:
     barred = event(13.3, "barred", A, failures=2)
-    assert "the host was excluded; the next round is not complete yet" in told(RAISED, barred)["then"]
+    assert "the host was excluded; the next round is not complete yet" in card(RAISED, barred)["then"]
     ended = event(13.4, "stopped", A, cause="restarts", restarts=1, **worker(0))
-    assert told(RAISED, ended)["then"] == "the run was stopped: the job had used up its 1 restart", "it had no other"
+    assert card(RAISED, ended)["then"] == "the run was stopped: the job had used up its 1 restart", "it had no other"
 
 
-def test_how_a_worker_ended_is_told() -> None:
+def test_the_card_says_how_a_worker_ended() -> None:
     hung = event(20, "failed", A, age_ms=9000, local_rank=0, rank=0, pid=9, idle_ms=9000, step=7)
-    assert told(hung)["cause"].endswith("made no progress for 9.0 s, since step 7")
+    assert card(hung)["cause"].endswith("made no progress for 9.0 s, since step 7")
     killed = event(20, "failed", A, local_rank=0, rank=0, pid=9, signal="SIGKILL")
-    assert told(killed)["cause"].endswith("was ended by SIGKILL")
-    assert told(killed)["log"] == "no file: the output went to a terminal or a pipe"
+    assert card(killed)["cause"].endswith("was ended by SIGKILL")
+    assert card(killed)["log"] == "no file: the output went to a terminal or a pipe"
     aborted = event(20, "failed", A, local_rank=0, rank=0, pid=9, signal="SIGABRT", message="what():  watchdog")
-    assert told(aborted)["cause"].endswith("was ended by SIGABRT: what():  watchdog")
+    assert card(aborted)["cause"].endswith("was ended by SIGABRT: what():  watchdog")
 
 
 def test_a_hang_is_explained_by_what_all_nodes_say() -> None:
@@ -142,22 +142,22 @@ def test_a_hang_is_explained_by_what_all_nodes_say() -> None:
     waits = event(20, "collectives", A, last='{"0": [["0", "default_pg", 9, "all_reduce", "", false]]}')
     late = event(20.1, "collectives", B, last='{"1": [["0", "default_pg", 8, "all_reduce", "", true]]}')
     why = "rank 0 waits in all_reduce, collective 9 of default_pg, rank 1 has not come to it"
-    assert told(hung, waits, late)["waits"] == why
-    assert "waits" not in told(RAISED, waits, late), "of a failure that is no hang, it is not the cause"
+    assert card(hung, waits, late)["waits"] == why
+    assert "waits" not in card(RAISED, waits, late), "of a failure that is no hang, it is not the cause"
 
 
 def test_of_hung_workers_none_is_the_cause_unless_one_is_seen_to_be() -> None:
     def hung(node: str, rank: int, **more: Any) -> Event:
         return event(20, "failed", node, age_ms=9000, local_rank=0, rank=rank, pid=9, idle_ms=9000, step=7, **more)
 
-    both = told(hung(A, 0, follows=1), hung(B, 1, follows=1))
+    both = card(hung(A, 0, follows=1), hung(B, 1, follows=1))
     assert both["cause"].startswith("not known: workers make no progress")
     assert both["others"].startswith("workers failed on a-7 (rank 0): worker 0 (rank 0, pid 9) made no progress")
-    assert told(hung(A, 0, follows=1), hung(B, 1))["cause"].startswith("b-7: worker 0 (rank 1")
+    assert card(hung(A, 0, follows=1), hung(B, 1))["cause"].startswith("b-7: worker 0 (rank 1")
     ended = event(21, "left", A, cause="failed", breaks=1, local_rank=0, rank=0, pid=9, idle_ms=9000, step=7)
-    assert told(hung(A, 0, follows=1), ended)["cause"].startswith("not known"), "it is the same failure"
+    assert card(hung(A, 0, follows=1), ended)["cause"].startswith("not known"), "it is the same failure"
     left = event(21, "left", C, cause="drained", breaks=1)
-    assert "cause" in told(hung(A, 0, follows=1), left), "a hang does not follow from a drain"
+    assert "cause" in card(hung(A, 0, follows=1), left), "a hang does not follow from a drain"
 
 
 def test_the_last_round_that_failed_counts() -> None:
@@ -182,12 +182,12 @@ def test_every_place_says_the_same(server: RedisServer, tmp_path: Path) -> None:
         failure = last_failure(events)
         assert failure is not None, job.report()
         said = lines(failure)
-        told = dict(said)
+        card = dict(said)
         assert codes == [1, 76]
-        assert "exited with 1: ValueError: bad batch" in told["cause"]
-        assert told["log"].endswith("stderr.log")
-        assert told["others"] == "the workers of 1 more node ended with it"
-        assert "the run was stopped: a-" in told["then"]
+        assert "exited with 1: ValueError: bad batch" in card["cause"]
+        assert card["log"].endswith("stderr.log")
+        assert card["others"] == "the workers of 1 more node ended with it"
+        assert "the run was stopped: a-" in card["then"]
         history = replay(events)
         report = describe(run, events, history.end, history)
         page = view.details(run, report, history, history.start)

@@ -105,8 +105,8 @@ def test_links_in_readme_lead_to_files() -> None:
 
 def member(rank: int, name: str, pid: int, cpu: float) -> Node:
     worker = {"local_rank": 0, "rank": rank, "pid": pid, "step": 56, "idle": 0.0}
-    told = {"name": name, "host": name, "state": "running", "cpu": cpu, "memory": 448 * MIB, "workers": [worker]}
-    return Node(f"{name}-{pid}-{0:012x}", "member", rank, 1.5, 0.0, "", told)
+    listed = {"name": name, "host": name, "state": "running", "cpu": cpu, "memory": 448 * MIB, "workers": [worker]}
+    return Node(f"{name}-{pid}-{0:012x}", "member", rank, 1.5, 0.0, "", listed)
 
 
 def of(at: str, node: str, epoch: int) -> dict[str, Any]:
@@ -165,22 +165,22 @@ def test_a_failed_preload_is_called_what_the_log_calls_it() -> None:
 def test_every_option_in_the_pages_exists(hooks: ModuleType) -> None:
     known = {option for parser in hooks.parsers().values() for option in parser._option_string_actions} | OTHERS
     for page in PAGES:
-        told = re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"<!--.*?-->", "", page.read_text()))
-        assert {option.rstrip("-") for option in told} <= known, page
+        listed = re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"<!--.*?-->", "", page.read_text()))
+        assert {option.rstrip("-") for option in listed} <= known, page
 
 
 def test_the_settings_are_those_of_the_page() -> None:
-    told = {code(cells[0])[0]: cells[1] for cells in rows("docs/reference/settings.md") if code(cells[0])}
+    listed = {code(cells[0])[0]: cells[1] for cells in rows("docs/reference/settings.md") if code(cells[0])}
     fields = {field.name: field for field in dataclasses.fields(Settings)}
-    assert told.keys() == fields.keys() - {"run_id", "min_nodes", "max_nodes", "local_addr"}
-    for name, default in told.items():
+    assert listed.keys() == fields.keys() - {"run_id", "min_nodes", "max_nodes", "local_addr"}
+    for name, default in listed.items():
         if name != "node_name":
             expected = fields[name].default
             assert default == (f"{expected:g}" if isinstance(expected, int | float) else expected or ""), name
 
 
 def test_the_exit_codes_are_those_of_the_page() -> None:
-    told = {int(cells[0]) for cells in rows("docs/reference/exit-codes.md") if cells[0].isdecimal()}
+    listed = {int(cells[0]) for cells in rows("docs/reference/exit-codes.md") if cells[0].isdecimal()}
     agent = {
         launch.OK,
         launch.FAILED,
@@ -190,7 +190,7 @@ def test_the_exit_codes_are_those_of_the_page() -> None:
         launch.NO_PROGRESS,
         launch.UNUSED,
     }
-    assert told == agent | {common.NO, common.USAGE, common.UNREACHABLE, common.UNKNOWN, common.UNMEASURED, 130}
+    assert listed == agent | {common.NO, common.USAGE, common.UNREACHABLE, common.UNKNOWN, common.UNMEASURED, 130}
 
 
 def test_scripts_record_the_events_that_are_defined() -> None:
@@ -252,8 +252,8 @@ def test_no_sentence_is_parsed() -> None:
 
 def test_the_variables_of_the_page_are_read_or_set() -> None:
     source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
-    told = {name for cells in rows("docs/reference/environment.md") for name in code(cells[0]) if name.isupper()}
-    ours = {name for name in told if name.startswith("REDELASTIC_")}
+    listed = {name for cells in rows("docs/reference/environment.md") for name in code(cells[0]) if name.isupper()}
+    ours = {name for name in listed if name.startswith("REDELASTIC_")}
     assert len(ours) >= 5
     assert [name for name in ours if f'"{name}"' not in source] == []
 

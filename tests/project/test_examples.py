@@ -386,8 +386,8 @@ def test_a_spot_vm_is_taken_away(server: RedisServer, run_id: str, tmp_path: Pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("who", WHO_SPEAKS_TLS)
-def test_a_managed_redis(tmp_path: Path, who: str) -> None:
+@pytest.mark.parametrize("speaker", WHO_SPEAKS_TLS)
+def test_a_managed_redis(tmp_path: Path, speaker: str) -> None:
     """TLS with a CA of its own, a user with the recipe's access string, a password that needs encoding; to the end."""
     text = (EXAMPLES / "managed_redis.sh").read_text()
     rules = text.partition("\n#   on ")[2].partition("\nset ")[0].replace("\n#  ", "").split()
@@ -396,7 +396,7 @@ def test_a_managed_redis(tmp_path: Path, who: str) -> None:
     password = "p@ss/w:rd #1%?"
     (tmp_path / ".redis-password").write_text(password + "\n")
     certificates = make_certificates(tmp_path)
-    with tls_server(who, None, certificates, ask_clients=False) as (managed, url), Site(tmp_path) as site:
+    with tls_server(speaker, None, certificates, ask_clients=False) as (managed, url), Site(tmp_path) as site:
         with managed.get_client() as admin:
             admin.execute_command("ACL SETUSER", "my-job", "reset", "on", f">{password}", *rules)
         where = {"REDIS_ADDRESS": urlsplit(url).netloc.rpartition("@")[2], "REDIS_CA": certificates.ca}

@@ -263,5 +263,5 @@ def test_the_commands_of_pages_are_accepted(page: str) -> None:
 def test_the_table_of_exit_codes_is_complete() -> None:
     """The page says what each scheduler makes of the agent's own codes."""
     cells = [line.split("|")[1] for line in (HOW_TO / "schedulers.md").read_text().splitlines() if line[:1] == "|"]
-    told = {int(code) for cell in cells for code in re.findall(r"\b\d\d\b", cell)}
-    assert told == {launch.DRAINED, launch.STOPPED, launch.NO_PROGRESS, launch.UNUSED}
+    documented = {int(code) for cell in cells for code in re.findall(r"\b\d\d\b", cell)}
+    assert documented == {launch.DRAINED, launch.STOPPED, launch.NO_PROGRESS, launch.UNUSED}

@@ -284,7 +284,7 @@ def _judge(s: State, request: Charge) -> None:
     elif counts and s.judged != request.epoch:
         s.idle, s.judged = (s.idle or 0) + 1, request.epoch
     if request.news >= 1:
-        s.told = request.epoch
+        s.stepped = request.epoch
 
 
 def _verdict(s: State, request: Charge) -> tuple[str | int, ...]:

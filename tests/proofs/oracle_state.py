@@ -127,7 +127,7 @@ class State:
     restarts: int | None = None  # of the whole job
     idle: int | None = None  # how many of the last restarts brought no progress
     judged: int | None = None  # the last round that counted for or against that,
-    told: int | None = None  # and the last one whose workers had reported a step when one failed
+    stepped: int | None = None  # and the last one whose workers had reported a step when one failed
     progress: int | None = None  # the highest step that was ever reported, + 1
     failed_at: int | None = None  # when the first worker failed in the round `charged`,
     blamed: str | None = None  # and on which host

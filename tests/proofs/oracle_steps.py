@@ -165,7 +165,7 @@ def break_round(s: State, event: str, node: str, *fields: str | int, innocent: b
             assert s.restarts is not None
             unblame(s)
             s.charged, s.restarts = None, s.restarts - 1
-        too_short = event != "lost" or s.told != s.epoch
+        too_short = event != "lost" or s.stepped != s.epoch
         if innocent and s.judged == s.epoch and too_short and s.closed is None:
             assert s.idle is not None
             s.judged, s.idle = None, max(0, s.idle - 1)

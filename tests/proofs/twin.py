@@ -65,7 +65,7 @@ FIELDS: Final = (  # of the run's hash, and of the oracle's state alike
         "beat_at",
         "restoring",
     ),
-    *("drain_woke", "charged", "restarts", "idle", "judged", "told", "progress", "failed_at", "blamed", "limit"),
+    *("drain_woke", "charged", "restarts", "idle", "judged", "stepped", "progress", "failed_at", "blamed", "limit"),
     *(
         "roll_called_at",
         "roll_called_by",

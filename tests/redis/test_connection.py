@@ -49,7 +49,7 @@ def test_connecting_is_given_up_after_its_time(tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize(("read", "connect", "expected"), [(0.5, None, 0.5), (0.1, 0.5, 0.5), (60, 0.5, 0.5)])
-def test_connecting_is_tried_no_longer_than_one_call_unless_told_otherwise(
+def test_connecting_takes_no_longer_than_one_call_by_default(
     read: float, connect: float | None, expected: float
 ) -> None:
     with takes(expected - 0.2, expected + 1.5), pytest.raises(UnreachableError):

@@ -361,8 +361,8 @@ def test_server_that_never_answers_is_killed_in_time(tmp_path: Path, monkeypatch
 def test_too_few_open_files_say_what_to_do() -> None:
     program = LOAD_MODULE + "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))\nserver.start()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    told = "redis-server needs 96 open files or more, and the limit is 32: raise it with ulimit -n."
-    assert done.stderr.splitlines()[-1].endswith(told)
+    message = "redis-server needs 96 open files or more, and the limit is 32: raise it with ulimit -n."
+    assert done.stderr.splitlines()[-1].endswith(message)
 
 
 def test_socket_path_too_long_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

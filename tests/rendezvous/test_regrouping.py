@@ -163,7 +163,7 @@ class TestRegrouping:
             blocked.result(LONG)
         assert infos[0].store.get("there") == b"yes"
 
-    def test_a_lost_node_is_told_from_one_that_regroups(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+    def test_a_lost_node_is_no_regrouping_node(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
         nodes = [new_node(1, 3, keep_alive_interval=0.5, last_call_timeout=LONG) for _ in range(3)]
         join_all(pool, *nodes)
         regrouping = pool.submit(nodes[0].next_rendezvous)
@@ -187,7 +187,7 @@ class TestRegrouping:
         nodes[0].node.regroup(2)
         assert nodes[0].num_nodes_waiting() == 1
 
-    def test_a_loss_is_told_though_the_round_was_broken_before(
+    def test_a_loss_is_reported_though_the_round_was_broken_before(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Its survivors' workers fail first, on the broken connection."""
@@ -198,11 +198,11 @@ class TestRegrouping:
         nodes[1].node.stop()
         assert regrouping.result(LONG).world_size == 1
         until(lambda: "lost its lease" in caplog.text, "that a member is lost is told, before the round or after it")
-        told = [text for text in caplog.messages if "is broken" in text]
-        assert [lost for text in told for lost in re.findall(r"(\S+) lost its lease", text)] == [nodes[1].node.id]
-        assert told[0].endswith(f"{nodes[0].node.id} regroups.")
+        broken = [text for text in caplog.messages if "is broken" in text]
+        assert [lost for text in broken for lost in re.findall(r"(\S+) lost its lease", text)] == [nodes[1].node.id]
+        assert broken[0].endswith(f"{nodes[0].node.id} regroups.")
 
-    def test_a_loss_is_told_once(self, new_node: NodeFactory, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_loss_is_reported_once(self, new_node: NodeFactory, caplog: pytest.LogCaptureFixture) -> None:
         """A heartbeat's reply may say that the round is broken before the wake-up says that a member is lost."""
         node = new_node(1, 1)
         node.next_rendezvous()

@@ -33,9 +33,9 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 @contextmanager
-def strict_server(who: str, certificates: Certificates, certificate: str = "") -> Iterator[AsUser]:
+def strict_server(speaker: str, certificates: Certificates, certificate: str = "") -> Iterator[AsUser]:
     """A server that asks for client certificates."""
-    with tls_server(who, CANARY, certificates, ask_clients=True, certificate=certificate) as (server, url):
+    with tls_server(speaker, CANARY, certificates, ask_clients=True, certificate=certificate) as (server, url):
         yield AsUser(server, url)
 
 
@@ -58,21 +58,21 @@ def expired(certificate: str, ca: str, target: Path) -> str:
 
 
 @pytest.mark.fault("a certificate that has expired", "refused at once, with what to look at")
-@pytest.mark.parametrize("who", WHO_SPEAKS_TLS)
+@pytest.mark.parametrize("speaker", WHO_SPEAKS_TLS)
 @pytest.mark.parametrize("whose", ["server", "client"])
-def test_an_expired_certificate(certificates: Certificates, tmp_path: Path, whose: str, who: str) -> None:
+def test_an_expired_certificate(certificates: Certificates, tmp_path: Path, whose: str, speaker: str) -> None:
     old = expired(getattr(certificates, whose), certificates.ca, tmp_path / "old.crt")
     given = files(certificates) | ({"ssl_cert": old} if whose == "client" else {})
-    with strict_server(who, certificates, old if whose == "server" else "") as server:
+    with strict_server(speaker, certificates, old if whose == "server" else "") as server:
         with pytest.raises(UnavailableError, match=r"(?i)TLS with Redis at .* failed: .*expired.*Check") as raised:
             Connection.open(parse_endpoint(server.url, **given), connect_timeout=30)
         assert CANARY not in str(raised.value)
 
 
-@pytest.mark.parametrize("who", WHO_SPEAKS_TLS)
-def test_a_job_over_tls_with_client_certificates(certificates: Certificates, tmp_path: Path, who: str) -> None:
+@pytest.mark.parametrize("speaker", WHO_SPEAKS_TLS)
+def test_a_job_over_tls_with_client_certificates(certificates: Certificates, tmp_path: Path, speaker: str) -> None:
     """`redelastic run`, its workers and the commands; and the store of a script's own."""
-    with strict_server(who, certificates) as server:
+    with strict_server(speaker, certificates) as server:
         conf = cast("Any", files(certificates))
         job = AgentJob.__new__(AgentJob)
         super(AgentJob, job).__init__(cast("RedisServer", server), tmp_path, "1:2", agent=True, conf=conf)
@@ -88,7 +88,7 @@ def test_a_job_over_tls_with_client_certificates(certificates: Certificates, tmp
                 "--ssl-cert-key",
                 conf["ssl_cert_key"],
             )
-            told = json.loads(output_of("status", job.run_id, "--json", *options, url=server.url))
-            assert {node["name"] for node in told["nodes"]} == {"a", "b"}
+            status = json.loads(output_of("status", job.run_id, "--json", *options, url=server.url))
+            assert {node["name"] for node in status["nodes"]} == {"a", "b"}
             job.tell("finish")
             assert job.wait_end("a") == job.wait_end("b") == 0

@@ -121,7 +121,7 @@ def _once_more(url: str, run_id: str, rank: int, size: int) -> float:
     return total()
 
 
-def test_a_second_start_on_the_store_of_the_first_is_told(
+def test_a_second_start_on_the_store_of_the_first_is_an_error(
     server: RedisServer, run_id: str, processes: Processes
 ) -> None:
     for rank in range(2):

@@ -18,9 +18,9 @@ def workers(*steps: int, **more: Any) -> list[dict[str, Any]]:
 
 
 def node_of(i: int, *, standing: str = "member", silence: float = 0.5, **status: Any) -> Node:
-    told = {"name": f"host-{i:04d}", "host": f"10.0.0.{i}", "state": "running"} | status
+    document = {"name": f"host-{i:04d}", "host": f"10.0.0.{i}", "state": "running"} | status
     rank = i if standing == "member" else None
-    return Node(f"host-{i:04d}-7-{i:012x}", standing, rank, 6 - silence, silence, "", told)
+    return Node(f"host-{i:04d}-7-{i:012x}", standing, rank, 6 - silence, silence, "", document)
 
 
 def run_of(*nodes: Node, **more: Any) -> Run:

@@ -22,7 +22,7 @@ WHO_SPEAKS_TLS: Final = ("redis", "terminator")
 
 @contextlib.contextmanager
 def tls_server(
-    who: str, password: str | None, certificates: Certificates, *, ask_clients: bool, certificate: str = ""
+    speaker: str, password: str | None, certificates: Certificates, *, ask_clients: bool, certificate: str = ""
 ) -> Iterator[tuple[RedisServer, str]]:
     """A server and its ``rediss://`` URL; the test is skipped if Redis is to speak TLS and was built without it.
 
@@ -40,14 +40,14 @@ def tls_server(
         "tls-auth-clients": "yes" if ask_clients else "no",
     }
     with servers.reserved_port() as port, contextlib.ExitStack() as stack:
-        own = settings | {"tls-port": str(port)} if who == "redis" else None
+        own = settings | {"tls-port": str(port)} if speaker == "redis" else None
         try:
             server = stack.enter_context(servers.redis_server(password, own))
         except RuntimeError as e:
             if "tls" not in str(e):
                 raise
             pytest.skip("needs a redis-server that was built with TLS: apt-get install redis-server")
-        if who == "terminator":
+        if speaker == "terminator":
             stack.enter_context(_terminator(port, servers.port_of(server), settings))
         login = f":{password}@" if password else ""
         yield server, f"rediss://{login}{servers.HOST}:{port}"

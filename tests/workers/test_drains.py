@@ -126,8 +126,8 @@ def test_when_all_nodes_drain_each_saves_and_counts_once(
     assert sorted(event.node for event in here.saved) == sorted(node.node.id for node in here.nodes)
     assert {len(event.drains) for event in here.saved} == {min(N, MAX_LOGGED_DRAINS)}
     wake: Any = client.xrange(keys.wake)
-    last, told = wake[-1][0], client.hgetall(keys.store(1).data)
-    assert told == {b"redelastic/saved/%d" % rank: last for rank in range(N)}, "one key for each, whoever drains"
+    last, kept = wake[-1][0], client.hgetall(keys.store(1).data)
+    assert kept == {b"redelastic/saved/%d" % rank: last for rank in range(N)}, "one key for each, whoever drains"
     of_one = [r for r in caplog.records if r.name.endswith("drains") and r.threadName == "MainThread"]
     assert len(of_one) <= N * (MAX_LOGGED_DRAINS + 2)
 

@@ -267,11 +267,11 @@ def test_the_reaper_holds_nothing_of_the_agents_and_ignores_signals(agent: Drive
 
     until(ignores, "that it ignores signals")
     assert os.getsid(reaper.pid) != os.getsid(agent.process.pid)  # Ctrl-C does not reach it
-    told = " ".join([*reaper.cmdline(), *reaper.environ().values()])
-    assert CANARY not in told
+    shown = " ".join([*reaper.cmdline(), *reaper.environ().values()])
+    assert CANARY not in shown
     token, _, _ = Path(f"/proc/{reaper.pid}/fd/0").read_bytes().partition(b"\n")
     assert len(token) == 32
-    assert token.decode() not in told, "with it, another user could pass off a process as a worker's"
+    assert token.decode() not in shown, "with it, another user could pass off a process as a worker's"
     held = {int(path.name): str(path.readlink()) for path in Path(f"/proc/{reaper.pid}/fd").iterdir()}
     assert held.pop(0).startswith("/memfd:redelastic")
     assert held.pop(1) == os.devnull

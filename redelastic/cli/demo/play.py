@@ -207,7 +207,7 @@ def _perform(job: Job, nodes: int, *, survive: bool) -> None:
     job.until(lambda: job.trains(nodes - 1))
     seconds = time.monotonic() - began
     again = job.reports()[-1]["epoch"]
-    resumed = next(told["step"] for told in job.reports() if told["epoch"] == again)
+    resumed = next(report["step"] for report in job.reports() if report["epoch"] == again)
     how = f"in the same processes, from step {resumed}" if survive else f"from the checkpoint of step {resumed}"
     job.start(replacement)
     _say(

@@ -62,7 +62,7 @@ def install_signal_handlers(directory: Path, group: Group) -> None:
             signal.signal(number, handler)
 
 
-def fail_as_told(directory: Path, step: int, first: int) -> None:
+def fail_on_request(directory: Path, step: int, first: int) -> None:
     """Fail or hang at this step if a file says so; ``first`` is the first step of the round."""
     poison, node = directory / "poison", os.environ["TEST_NODE"]
     if poison.exists() and step == int(poison.read_text()):
@@ -89,7 +89,7 @@ def main(directory: Path) -> None:
     record("start", step=step)
     first, finishing = step, False
     while not finishing:
-        fail_as_told(directory, step, first)
+        fail_on_request(directory, step, first)
         finish = group.rank == 0 and (directory / "finish").exists()
         saving, finishing = map(bool, group.maximum(redelastic.should_checkpoint(), finish))
         saves = not (directory / "no-save").exists()

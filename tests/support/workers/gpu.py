@@ -57,18 +57,18 @@ def main(directory: Path) -> None:
     record("start")
     step, finishing = 0, False
 
-    def is_told(what: str) -> bool:
+    def is_requested(what: str) -> bool:
         file = directory / f"{what}-{node}"
         found = file.exists()
         file.unlink(missing_ok=True)
         return found
 
     while not finishing:
-        if is_told("kernel"):
+        if is_requested("kernel"):
             run_for_ever(device)
-        if is_told("collective"):
+        if is_requested("collective"):
             time.sleep(1e6)
-        if is_told("assert"):
+        if is_requested("assert"):
             index_out_of_range(device)
         optimizer.zero_grad()
         model(torch.ones(8, 64, device=device)).square().mean().backward()

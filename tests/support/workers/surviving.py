@@ -121,7 +121,7 @@ class Training:
         torch.save({name: entry.state_dict() for name, entry in self._entries.items()}, new)
         new.replace(self._checkpoint)
 
-    def _is_told(self, what: str) -> bool:
+    def _is_asked(self, what: str) -> bool:
         return (self._directory / f"{what}-{self._node}").exists()
 
     def train(self, this: redelastic.Round) -> None:
@@ -133,21 +133,21 @@ class Training:
             for batch in self._batches:
                 step.append(batch)
                 if batch.last:
-                    self._fail_if_told(record)
+                    self._fail_on_request(record)
                     if self._make_step(step, ddp, this, record):
                         return
                     step = []
 
-    def _fail_if_told(self, record: Record) -> None:
+    def _fail_on_request(self, record: Record) -> None:
         """Fail or wait before a step, as the files say."""
-        if self._is_told("fail"):
+        if self._is_asked("fail"):
             (self._directory / f"fail-{self._node}").unlink()
             raise ValueError(f"the worker of node {self._node} was told to fail at step {self.state.step}")
-        if self._is_told("poison") and self.state.step == int((self._directory / f"poison-{self._node}").read_text()):
+        if self._is_asked("poison") and self.state.step == int((self._directory / f"poison-{self._node}").read_text()):
             raise ValueError(f"the worker of node {self._node} always fails at step {self.state.step}")
-        if self._is_told("stuck"):
+        if self._is_asked("stuck"):
             record("stuck")
-            while self._is_told("stuck"):
+            while self._is_asked("stuck"):
                 time.sleep(PACE)
 
     def _make_step(self, step: list[MicroBatch], ddp: torch.nn.Module, this: redelastic.Round, record: Record) -> bool:
@@ -161,7 +161,7 @@ class Training:
                 loss.backward()
             total += float(loss.detach())
         finish = this.rank == 0 and (self._directory / "finish").exists()
-        wanted = [finish, self._is_told("lonely"), redelastic.should_checkpoint(), total / this.size]
+        wanted = [finish, self._is_asked("lonely"), redelastic.should_checkpoint(), total / this.size]
         votes = torch.tensor(wanted, dtype=torch.float64, device=DEVICE)
         dist.all_reduce(votes)
         if votes[1]:
