@@ -132,6 +132,19 @@ class WholeConnection(rc.AbstractConnection):
             raise
         self._sending_took = time.monotonic() - started
 
+    def can_read(self, timeout: float = 0) -> bool:
+        """Whether something can be read; see redis-py.
+
+        Raises:
+            redis.ConnectionError: the connection is closed, perhaps by another thread at this moment.
+        """
+        try:
+            return bool(super().can_read(timeout))
+        except (AttributeError, TypeError, ValueError) as e:
+            if self._channel is not None or is_of_handler(e):
+                raise
+            raise rx.ConnectionError("Another thread closed the connection.") from e
+
     def was_closed(self) -> bool:
         """Whether the server has closed the connection while it was idle, as its setting ``timeout`` says."""
         channel = self._channel

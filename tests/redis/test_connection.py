@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import psutil
 import pytest
@@ -431,6 +433,27 @@ def test_a_connection_serves_many_threads_at_once(server: RedisServer, run_id: s
             for i in range(31):
                 admin.xadd(f"{run_id}{i}", {"n": i})
         assert [list(b.result(LONG_TIMEOUT)) for b in blocked] == [[f"{run_id}{i}".encode()] for i in range(31)]
+    connection.close()
+
+
+@pytest.mark.fault("a thread closes a connection that another thread is about to use", "that one opens a new one")
+def test_a_connection_that_another_thread_closes_is_opened_again(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis-py looks with ``poll`` at a connection that it takes from its pool: the other thread closes it then."""
+    connection = open_connection(server.url)
+    first = connection.call(lambda client: client.client_id())
+    poll, closings = select.poll, iter([connection.close])
+
+    def close_and_poll() -> Any:
+        for close in closings:  # once
+            close()
+        return poll()
+
+    monkeypatch.setattr(select, "poll", close_and_poll)
+    [second] = connection.exchange((b"CLIENT", b"ID"))
+    assert next(closings, None) is None
+    assert second != first
     connection.close()
 
 
