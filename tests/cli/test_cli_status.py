@@ -143,7 +143,7 @@ class TestPhases:
         def logs(*options: str) -> CommandResult:
             return run_command("logs", run_id, "--failed", *options, "--endpoint", server.url)
 
-        node = new_node(1, 1)
+        node = new_node(1, 1, keep_alive_interval=0.5)
         node.next_rendezvous()
         assert cli(run_id).code == 0
         assert logs().code == 1

@@ -266,7 +266,7 @@ class TestReplay:
         assert sum(part.seconds.values()) == pytest.approx(sum(cut))
         check_spans(part)
 
-    @pytest.mark.parametrize("scene", SCENES)
+    @pytest.mark.parametrize("scene", [pytest.param(s, marks=[pytest.mark.long] * (s == "1000")) for s in SCENES])
     def test_any_part_of_a_stream_can_be_replayed(self, scene: str) -> None:
         events = SCENES[scene]()
         for first in range(0, len(events), max(1, len(events) // 25)):

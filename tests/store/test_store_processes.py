@@ -20,6 +20,7 @@ import torch.distributed as dist
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
+from tests.support.long_tests import quick_first
 
 # Python 3.12 warns of forks in processes with threads: that such forks are safe here is what is tested.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -168,7 +169,7 @@ def _multiprocessing_child(url: str, run_id: str, inherited: RedisStore | None, 
     results.put(work(store, name))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", quick_first(["fork", "spawn"]))  # a spawned process imports torch, for 3 s
 def test_children_of_multiprocessing(store: RedisStore, server: RedisServer, run_id: str, method: Any) -> None:
     context: Any = multiprocessing.get_context(method)
     results = context.Queue()

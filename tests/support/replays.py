@@ -15,9 +15,10 @@ from redelastic.monitoring.events import (
 )
 from redelastic.monitoring.history import History
 from tests.proofs import oracle, oracle_state
+from tests.support.long_tests import LONG
 from tests.support.scenes import START
 
-SEQUENCES = int(os.environ.get("REDELASTIC_REPLAY_SEQUENCES", "120"))  # of random requests, replayed
+SEQUENCES = int(os.environ.get("REDELASTIC_REPLAY_SEQUENCES", "120" if LONG else "60"))  # of random requests, replayed
 
 
 class Walk:
