@@ -30,7 +30,7 @@ class Stateful(Protocol):
 
 
 class TornStateError(RuntimeError):
-    """No process has a whole state: each has changed its state since its last commit, and cannot go back."""
+    """No process has a whole state: each has changed its own since its last commit, and cannot go back."""
 
 
 class RoundOverError(Exception):
@@ -68,7 +68,8 @@ def choose_source(reports: Sequence[Report]) -> int:
     if not whole:
         raise TornStateError(
             f"No process has the state of step {newest}: each has called optimizer.step() since, but not "
-            "state.commit(). Use no collectives between the two. The workers start anew, from the last checkpoint."
+            "state.commit(), or has lost the process that was sending it a newer state. Use no collectives between "
+            "the two calls. The workers start anew, from the last checkpoint."
         )
     return whole[0]
 
@@ -165,9 +166,10 @@ class State:
             if rank == source:
                 self._send(source)
             else:
-                # Whoever is behind, or new, is torn until all of it has arrived; other survivors get what they have.
-                self._whole = self._survived and known[rank] == known[source]
-                self._receive(source)
+                # A new process is torn until all of it has arrived. A survivor that is behind keeps its state until
+                # then, as the source may be lost; other survivors get what they have.
+                self._whole = known[rank].survived and known[rank].whole
+                self._receive(source, aside=self._whole and known[rank] != known[source])
             self.step = known[source].step
         self._survived = self._whole = True
         if verify:
@@ -191,14 +193,25 @@ class State:
         for bucket in _buckets(tensors.values()):
             _broadcast(bucket, source)
 
-    def _receive(self, source: int) -> None:
+    def _receive(self, source: int, *, aside: bool) -> None:
+        """Take the source's state; with ``aside``, change nothing before all of it is there, if there is memory."""
         box: list[Any] = [None]
         dist.broadcast_object_list(box, src=source)
         skeleton: dict[str, Any] = box[0]
         own, before = self._apart()
         tensors = {hole.path: hole.fill(before.get(hole.path)) for hole in _holes(skeleton)}
-        for bucket in _buckets(tensors.values()):
+        arriving = tensors
+        if aside:
+            try:
+                arriving = {path: torch.empty_like(tensor) for path, tensor in tensors.items()}
+            except torch.OutOfMemoryError:
+                self._whole = False
+        for bucket in _buckets(arriving.values()):
             _broadcast(bucket, source)
+        if arriving is not tensors:
+            self._whole = False
+            for path, tensor in tensors.items():
+                tensor.copy_(arriving[path])
         for name, entry in self._entries.items():
             in_place = isinstance(entry, (torch.nn.Module, torch.optim.Optimizer)) and all(
                 tensor is before.get(path) for path, tensor in tensors.items() if path[0] == name

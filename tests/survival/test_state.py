@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,63 @@ def test_a_state_is_torn_whose_source_dies_before_all_of_it_has_arrived(processe
     source, receiver = processes.results()
     assert source.error == "killed"
     assert receiver.error.startswith("TornStateError: No process has the state of step 1")
+
+
+def _lose_the_source_of_a_survivor(folder: str, rank: int) -> tuple[int, bool]:
+    """Rank 0 is a step ahead of rank 1, and dies when a part of its state has arrived there."""
+    state, model, optimizer, counter = _made(0, 1)
+    _join(folder, rank, 2)
+    state.share()
+    before = [fingerprint(entry.state_dict()) for entry in (model, optimizer, counter)]
+    if rank == 0:
+        model(torch.rand(4, 3)).sum().backward()
+        optimizer.step()
+        state.commit()
+        broadcast, sent = dist.broadcast, count()
+        dist.broadcast = lambda *args: os.kill(os.getpid(), signal.SIGKILL) if next(sent) == 2 else broadcast(*args)
+    with contextlib.suppress(RuntimeError):
+        state.share()
+    dist.destroy_process_group()
+    _join(f"{folder}/alone", 0, 1)
+    state.share(verify=True)
+    return state.step, before == [fingerprint(entry.state_dict()) for entry in (model, optimizer, counter)]
+
+
+@pytest.mark.fault(
+    "the only worker with the newest step dies while it sends its state", "a survivor that is a step behind goes on"
+)
+def test_a_survivor_keeps_its_state_until_all_of_a_newer_one_is_there(processes: Processes, tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    for rank in range(2):
+        processes.start(_lose_the_source_of_a_survivor, str(tmp_path), rank)
+    source, survivor = processes.results()
+    assert source.error == "killed"
+    assert survivor.value == (1, True), survivor
+
+
+def _share_without_memory(folder: str, rank: int) -> tuple[int, str]:
+    """Rank 1, which is a step behind, has no memory for a second state."""
+    state, model, optimizer, _ = _made(0, 1)
+    _join(folder, rank, 2)
+    state.share()
+    if rank == 0:
+        optimizer.step()
+        state.commit()
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    torch.empty_like = refuse  # type: ignore[assignment]
+    state.share(verify=True)
+    return state.step, fingerprint(model.state_dict())
+
+
+def test_without_memory_for_a_second_state_it_arrives_in_place(processes: Processes, tmp_path: Path) -> None:
+    for rank in range(2):
+        processes.start(_share_without_memory, str(tmp_path), rank)
+    ahead, behind = processes.values()
+    assert ahead == behind
+    assert ahead[0] == 2
 
 
 def _lose_one_of_two_sources(folder: str, rank: int) -> tuple[int, int]:
