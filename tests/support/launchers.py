@@ -52,19 +52,17 @@ class Launcher:
 
     def __init__(self, template: Template, pid: int) -> None:
         self._template, self.pid = template, pid
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        return self._template.status_of(self.pid, 0)
-
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
+        self._template.await_end(self, 0)
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        status = self._template.status_of(self.pid, timeout)
-        if status is None:
+        self._template.await_end(self, timeout)
+        if self.returncode is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-        return status
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -85,7 +83,7 @@ class Template:
         if ADDRESS_VARIABLE not in os.environ:
             start_template_maker()
         self._lock = threading.Lock()
-        self._statuses: dict[int, int] = {}
+        self._running: dict[int, Launcher] = {}  # by pid, which a later one may have again
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         atexit.register(self._socket.close)
         self._socket.connect(os.environ[ADDRESS_VARIABLE])
@@ -106,20 +104,19 @@ class Template:
             socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
             while "pid" not in (reply := self._receive()):
                 pass
-        return Launcher(self, reply["pid"])
+            launcher = self._running[reply["pid"]] = Launcher(self, reply["pid"])
+        return launcher
 
-    def status_of(self, pid: int, timeout: float | None) -> int | None:
-        """A launcher's exit status as ``Popen.returncode`` has it; None if it has not ended within ``timeout``."""
+    def await_end(self, launcher: Launcher, timeout: float | None) -> None:
+        """Wait until a launcher has ended, and has its exit status, for at most ``timeout`` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
+        while launcher.returncode is None:
             with self._lock:
                 while select.select([self._socket], [], [], 0)[0]:
                     self._receive()
-                if pid in self._statuses:
-                    return self._statuses[pid]
             left = 0.05 if deadline is None else deadline - time.monotonic()
-            if left <= 0:
-                return None
+            if launcher.returncode is not None or left <= 0:
+                return
             select.select([self._socket], [], [], min(left, 0.05))
 
     def _receive(self) -> dict[str, int]:
@@ -127,7 +124,7 @@ class Template:
         assert message, "the template has ended"
         reply: dict[str, int] = json.loads(message)
         if "ended" in reply:
-            self._statuses[reply["ended"]] = reply["status"]
+            self._running.pop(reply["ended"]).returncode = reply["status"]
         return reply
 
 

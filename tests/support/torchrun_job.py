@@ -394,11 +394,11 @@ class Job:
         """Check that the rounds were as I2 to I4 promise."""
         first_step: dict[int, float] = {}
         of_epoch: defaultdict[int, list[Line]] = defaultdict(list)
-        of_node: defaultdict[str, list[int]] = defaultdict(list)
+        of_node: defaultdict[str, list[Line]] = defaultdict(list)
         for line in self.lines():
             if line.event == "start":
                 of_epoch[line.epoch].append(line)
-                of_node[line.node].append(line.epoch)
+                of_node[line.node].append(line)
             elif line.event == "step":
                 first_step.setdefault(line.epoch, line.time)
         for epoch, lines in of_epoch.items():
@@ -407,14 +407,15 @@ class Job:
             [world] = worlds
             assert self.min_nodes <= world / self.nproc <= self.max_nodes, f"world size {world} of epoch {epoch}"
             ranks = sorted(line.rank for line in lines)
-            # no equality: a worker killed while its group formed has recorded nothing
+            # no equality: a worker of a round that was cut while its group formed has recorded nothing
             assert len(set(ranks)) == len(ranks), f"ranks {ranks} of epoch {epoch}"
             assert set(ranks) <= set(range(world)), f"ranks {ranks} of epoch {epoch}"
             if epoch in first_step:
                 assert ranks == list(range(world)), f"ranks {ranks} of epoch {epoch}, which has made steps"
-        for node, epochs in of_node.items():
-            per_round = epochs[:: self.nproc]
-            assert epochs == sorted(per_round * self.nproc), f"epochs {epochs} of node {node}"
-            assert len(set(per_round)) == len(per_round), f"node {node} was twice in one round: {epochs}"
+        for node, lines in of_node.items():
+            epochs = [line.epoch for line in lines]
+            assert epochs == sorted(epochs), f"epochs {epochs} of node {node}"
+            places = {(line.epoch, line.group_rank) for line in lines}
+            assert len(places) == len(set(epochs)), f"node {node} was twice in one round: {sorted(places)}"
         began = sorted(first_step, key=first_step.__getitem__)
         assert began == sorted(began), f"the epochs' first steps came in the order {began}"
