@@ -100,7 +100,7 @@ elastic.events                            construct_and_record_rdzv_event       
 elastic.rendezvous.dynamic_rendezvous     RendezvousTimeout                       join last_call close heartbeat
 elastic.rendezvous.dynamic_rendezvous     DynamicRendezvousHandler.from_backend   run_id store backend min_nodes max_nodes local_addr timeout
 elastic.rendezvous.api                    RendezvousInfo                          store rank world_size bootstrap_store_info
-distributed_c10d                          _set_pg_timeout                         timeout
+distributed_c10d                          _set_pg_timeout                         timeout group
 distributed_c10d                          _World.group_count
 distributed_c10d                          _World.pg_names
 rendezvous                                _rendezvous_handlers
@@ -177,11 +177,11 @@ def close_within(context: Any, seconds: float, then: Callable[[Any], None]) -> N
     context.__class__ = Closing
 
 
-def set_group_timeout(timeout: timedelta) -> None:
-    """Set the timeout of the default group's operations from now on."""
+def set_group_timeout(timeout: timedelta, group: Any = None) -> None:
+    """Set the timeout of a group's operations from now on; None: of the default group's."""
     from torch.distributed import distributed_c10d  # noqa: PLC0415
 
-    distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001
+    distributed_c10d._set_pg_timeout(timeout, group)  # noqa: SLF001
 
 
 def restart_group_names() -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed.nn.functional
 from torch import distributed as dist
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 
 from redelastic.torch_internals import abort_nccl, nccl_has_failed, restart_group_names, set_group_timeout
 
@@ -52,6 +53,8 @@ class Round:
         epoch: number of the round, above that of every earlier one; 0 without an agent of redelastic.
         store: for the script's own keys in this round; None without other processes.
         device: where this process computes.
+        mesh: if the state is sharded, all ranks, in the dimensions "replicate" and "shard", as HSDP takes it; its
+            groups end with the round. None otherwise.
     """
 
     rank: int
@@ -60,13 +63,19 @@ class Round:
     epoch: int
     store: dist.Store | None
     device: torch.device
+    mesh: DeviceMesh | None = None
 
 
 TrainFunction = Callable[[Round], object]
 
 
 def survive(
-    train: TrainFunction, state: State, *, timeout: timedelta = default_pg_timeout, verify: bool = False
+    train: TrainFunction,
+    state: State,
+    *,
+    timeout: timedelta = default_pg_timeout,
+    verify: bool = False,
+    shards: int | None = None,
 ) -> None:
     """Train until ``train`` has returned on all ranks; it is called again in every round.
 
@@ -84,32 +93,37 @@ def survive(
         state: of the training.
         timeout: of the group's operations.
         verify: whether to compare a hash of the state's entries at the beginning of each round.
+        shards: into how many the state is split, as with HSDP; None: each rank has all of it. Rank r has shard
+            ``r % shards``, and gets it from the other ranks that have it. So each node should have all of them:
+            ``--nproc-per-node`` is a multiple of ``shards``.
 
     Raises:
         TornStateError, ValueError, TypeError: as :meth:`State.share`.
+        ValueError: the number of processes is no multiple of ``shards``.
         SystemExit: the agent is gone.
         Exception: of ``train``, if it is none of communication; the agent then starts the node's workers anew.
     """
     channel = Channel.open()
     if channel is None:
-        _train_once(train, state, timeout, verify=verify)
+        _train_once(train, state, timeout, verify=verify, shards=shards)
     else:
         gc.collect()
         gc.freeze()  # the collection after each round would visit all objects of torch, for 150 ms
         try:
-            _Survivor(channel, state, timeout, verify=verify).run(train)
+            _Survivor(channel, state, timeout, verify=verify, shards=shards).run(train)
         finally:
             gc.unfreeze()
 
 
-def _train_once(train: TrainFunction, state: State, timeout: timedelta, *, verify: bool) -> None:
-    store = None
+def _train_once(train: TrainFunction, state: State, timeout: timedelta, *, verify: bool, shards: int | None) -> None:
+    store = mesh = None
     if any(name in os.environ for name in LAUNCHED) and not dist.is_initialized():
         store, rank, size = next(dist.rendezvous("env://"))
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=size, timeout=timeout)
     if dist.is_initialized():
-        state.share(verify=verify)
-    train(_round(store))
+        mesh = _mesh(shards, timeout)
+        state.share(mesh, verify=verify)
+    train(_round(store, mesh))
     if store is not None:
         dist.destroy_process_group()
 
@@ -125,7 +139,26 @@ def _device() -> torch.device:
     return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _round(store: dist.Store | None) -> Round:
+def _mesh(shards: int | None, timeout: timedelta) -> DeviceMesh | None:
+    """The mesh of the default group's ranks, a row for each replica of the state; None if each rank has all of it."""
+    if shards is None:
+        return None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if shards < 1 or size % shards:
+        raise ValueError(
+            f"survive(shards={shards}): {size} processes cannot have all shards equally often. Set --nproc-per-node to "
+            "the number of shards, or to a multiple of it."
+        )
+    ranks = torch.arange(size).view(-1, shards)
+    replica, shard = divmod(rank, shards)
+    groups = [
+        dist.new_group(members.tolist(), timeout, use_local_synchronization=True)
+        for members in (ranks[:, shard], ranks[replica])
+    ]
+    return DeviceMesh.from_group(groups, _device().type, ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def _round(store: dist.Store | None, mesh: DeviceMesh | None) -> Round:
     return Round(
         rank=dist.get_rank() if dist.is_initialized() else 0,
         size=dist.get_world_size() if dist.is_initialized() else 1,
@@ -133,6 +166,7 @@ def _round(store: dist.Store | None) -> Round:
         epoch=int(os.environ.get(EPOCH, "0")),
         store=None if store is None else dist.PrefixStore("train", store),
         device=_device(),
+        mesh=mesh,
     )
 
 
@@ -146,8 +180,9 @@ class _Survivor:
     since that step's collectives need rank 0. Each looks for the step after every commit from then on.
     """
 
-    def __init__(self, channel: Channel, state: State, timeout: timedelta, *, verify: bool) -> None:
-        self._channel, self._state, self._timeout, self._verify = channel, state, timeout, verify
+    def __init__(self, channel: Channel, state: State, timeout: timedelta, *, verify: bool, shards: int | None) -> None:
+        self._channel, self._state, self._timeout = channel, state, timeout
+        self._verify, self._shards = verify, shards
         self._rounds: queue.SimpleQueue[Mapping[str, str] | None] = queue.SimpleQueue()
         self._epoch = 0  # of the round that this worker is in, or was last
         self._over = 0  # epoch of the newest round that has ended, for all or for this worker
@@ -260,11 +295,13 @@ class _Survivor:
             self._raise_if_over()
             restart_group_names()
             dist.init_process_group(_backend(), store=store, rank=rank, world_size=size, timeout=MAKE_TIMEOUT)
+            mesh = _mesh(self._shards, MAKE_TIMEOUT)
             cutter.mark()
-            set_group_timeout(self._timeout)
-            self._state.share(verify=self._verify)
+            for group in (None, *(() if mesh is None else mesh.get_all_groups())):
+                set_group_timeout(self._timeout, group)
+            self._state.share(mesh, verify=self._verify)
             self._store = store
-            train(_round(store))
+            train(_round(store, mesh))
             _await_all(store, size)
         except Exception as e:
             if not _is_of_communication(e):

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, Protocol, SupportsIndex, runtime_chec
 
 import torch
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from redelastic.worker import progress
 
@@ -45,7 +46,7 @@ class Report(NamedTuple):
     """What a process says of its state when a round begins.
 
     Attributes:
-        survived: whether it took part in an earlier round.
+        survived: whether it has had its shard since an earlier round.
         whole: whether its state is that of its last commit.
         step: number of steps committed.
     """
@@ -55,23 +56,37 @@ class Report(NamedTuple):
     step: int
 
 
-def choose_source(reports: Sequence[Report]) -> int:
-    """The rank whose state all take: of the newest committed step, and whole; survivors go before new processes.
+def choose_sources(reports: Sequence[Report], shards: int = 1) -> list[int]:
+    """For each shard the rank from which all others get it; survivors go before new processes.
+
+    It is of the newest step that all shards have, and whole.
+
+    Args:
+        reports: by rank.
+        shards: into how many the state is split: rank r has shard ``r % shards``.
 
     Raises:
-        TornStateError: no process has that step whole.
+        TornStateError: of some shard no process has that step whole.
     """
     survivors = [rank for rank, report in enumerate(reports) if report.survived]
-    candidates = survivors or range(len(reports))
-    newest = max(reports[rank].step for rank in candidates)
-    whole = [rank for rank in candidates if reports[rank].step == newest and reports[rank].whole]
-    if not whole:
+    holders: list[list[int]] = [[] for _ in range(shards)]
+    for rank in survivors or range(len(reports)):
+        holders[rank % shards].append(rank)
+    lost = [shard for shard, ranks in enumerate(holders) if not ranks]
+    if lost:
         raise TornStateError(
-            f"No process has the state of step {newest}: each has called optimizer.step() since, but not "
-            "state.commit(), or has lost the process that was sending it a newer state. Use no collectives between "
-            "the two calls. The workers start anew, from the last checkpoint."
+            f"No process that is left has shard {', '.join(map(str, lost))} of the state. The workers start anew, from "
+            "the last checkpoint."
         )
-    return whole[0]
+    newest = min(max(reports[rank].step for rank in ranks) for ranks in holders)
+    whole = [[rank for rank in ranks if reports[rank].step == newest and reports[rank].whole] for ranks in holders]
+    if not all(whole):
+        raise TornStateError(
+            f"No process has the state of step {newest}{'' if shards == 1 else ' of some shard'}: each has called "
+            "optimizer.step() since, but not state.commit(), or has lost the process that was sending it a newer "
+            "state. Use no collectives between the two calls. The workers start anew, from the last checkpoint."
+        )
+    return [ranks[0] for ranks in whole]
 
 
 class State:
@@ -99,7 +114,7 @@ class State:
                 )
         self._entries = entries
         self.step = 0
-        self._survived = False
+        self._shard: int | None = None  # that this process has; None before it has shared its state
         self._whole = True
         self._after_commit: Callable[[int], object] = bool
         self._before_step: Callable[[], object] = bool
@@ -139,41 +154,46 @@ class State:
         """Have each optimizer's ``step`` call ``check`` first; it ends the round by a RoundOverError."""
         self._before_step = check
 
-    def share(self, *, verify: bool = False) -> None:
+    def share(self, mesh: DeviceMesh | None = None, *, verify: bool = False) -> None:
         """Give all ranks of the default group the newest committed state; a collective.
 
         Args:
+            mesh: if the state is sharded: ranks in a column have the same shard. None: all ranks have all of it.
             verify: whether to compare a hash of each entry afterwards.
 
         Raises:
-            TornStateError: as :func:`choose_source`, on all ranks.
+            TornStateError: as :func:`choose_sources`, on all ranks.
             ValueError: ranks have other entries; or with ``verify``, an entry differs.
-            TypeError: an entry's tensors are sharded, as FSDP's.
+            TypeError: an entry's tensors are distributed, as those of a module that FSDP has sharded.
         """
-        if not self._survived:
+        if self._shard is None:
             self._apart()  # all ranks refuse what cannot be shared, and none waits for another
-        rank = dist.get_rank()
-        reports: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, (Report(self._survived, self._whole, self.step), sorted(self._entries)))
+        rank, size = dist.get_rank(), dist.get_world_size()
+        shards, group = (1, None) if mesh is None else (mesh.size(1), mesh.get_group(0))
+        shard = rank % shards
+        peers = range(shard, size, shards)
+        own = Report(self._shard == shard, self._whole, self.step)
+        reports: list[Any] = [None] * size
+        dist.all_gather_object(reports, (own, sorted(self._entries)))
         names = reports[0][1]
         for other, (_, its) in enumerate(reports):
             if its != names:
                 raise ValueError(f"Rank {other} has the state's entries {its}, and rank 0 has {names}.")
         known: list[Report] = [report for report, _ in reports]
-        source = choose_source(known)
+        source = choose_sources(known, shards)[shard]
         # New processes may have begun differently, as with other random numbers.
-        if not known[source].survived or any(report != known[source] for report in known):
+        if not known[source].survived or any(known[peer] != known[source] for peer in peers):
             if rank == source:
-                self._send(source)
+                self._send(source, group)
             else:
                 # A new process is torn until all of it has arrived. A survivor that is behind keeps its state until
                 # then, as the source may be lost; other survivors get what they have.
-                self._whole = known[rank].survived and known[rank].whole
-                self._receive(source, aside=self._whole and known[rank] != known[source])
+                self._whole = own.survived and own.whole
+                self._receive(source, group, aside=self._whole and own != known[source])
             self.step = known[source].step
-        self._survived = self._whole = True
+        self._shard, self._whole = shard, True
         if verify:
-            self._compare(names)
+            self._compare(names, peers)
 
     def _apart(self) -> tuple[dict[str, Any], dict[Path, torch.Tensor]]:
         """The entries in order, without their tensors; and these by path, which begins with the entry's name."""
@@ -182,21 +202,22 @@ class State:
             if any(hasattr(tensor, mark) for mark in SHARDED):
                 raise TypeError(
                     f"{'.'.join(map(str, path))} of the entry {name!r} is a {type(tensor).__name__}: its parts are on "
-                    "several ranks, and lost with their node. Such a script resumes from a checkpoint: run it without "
-                    "redelastic.survive()."
+                    "several ranks, and belong to the groups of one round. An entry needs plain tensors: this process' "
+                    "own part, with redelastic.survive(…, shards=…), if the other nodes have it, too. Otherwise run "
+                    "the script without redelastic.survive(), from a checkpoint."
                 )
         return skeleton, tensors
 
-    def _send(self, source: int) -> None:
+    def _send(self, source: int, group: dist.ProcessGroup | None) -> None:
         skeleton, tensors = self._apart()
-        dist.broadcast_object_list([skeleton], src=source)
+        dist.broadcast_object_list([skeleton], source, group)
         for bucket in _buckets(tensors.values()):
-            _broadcast(bucket, source)
+            _broadcast(bucket, source, group)
 
-    def _receive(self, source: int, *, aside: bool) -> None:
+    def _receive(self, source: int, group: dist.ProcessGroup | None, *, aside: bool) -> None:
         """Take the source's state; with ``aside``, change nothing before all of it is there, if there is memory."""
         box: list[Any] = [None]
-        dist.broadcast_object_list(box, src=source)
+        dist.broadcast_object_list(box, source, group)
         skeleton: dict[str, Any] = box[0]
         own, before = self._apart()
         tensors = {hole.path: hole.fill(before.get(hole.path)) for hole in _holes(skeleton)}
@@ -207,7 +228,7 @@ class State:
             except torch.OutOfMemoryError:
                 self._whole = False
         for bucket in _buckets(arriving.values()):
-            _broadcast(bucket, source)
+            _broadcast(bucket, source, group)
         if arriving is not tensors:
             self._whole = False
             for path, tensor in tensors.items():
@@ -219,14 +240,17 @@ class State:
             if not in_place or own[name] != skeleton[name]:
                 entry.load_state_dict(put_together(skeleton[name], tensors))
 
-    def _compare(self, names: Sequence[str]) -> None:
+    def _compare(self, names: Sequence[str], peers: Sequence[int]) -> None:
         own = {name: fingerprint(self._entries[name].state_dict()) for name in names}
-        all_of_them: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_of_them, own)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        first = peers[0]
         for name in names:
-            differing = [rank for rank, other in enumerate(all_of_them) if other[name] != all_of_them[0][name]]
+            differing = [peer for peer in peers if every[peer][name] != every[first][name]]
             if differing:
-                raise ValueError(f"After step {self.step} the entry {name!r} of ranks {differing} is not rank 0's.")
+                raise ValueError(
+                    f"After step {self.step} the entry {name!r} of ranks {differing} is not rank {first}'s."
+                )
 
 
 # -- a state without its tensors, and back
@@ -327,13 +351,13 @@ def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.device.type == other.device.type
 
 
-def _broadcast(bucket: Sequence[torch.Tensor], source: int) -> None:
+def _broadcast(bucket: Sequence[torch.Tensor], source: int, group: dist.ProcessGroup | None) -> None:
     """Broadcast tensors of one type; those of the other ranks are overwritten."""
     if len(bucket) == 1 and bucket[0].is_contiguous():
-        dist.broadcast(bucket[0], source)
+        dist.broadcast(bucket[0], source, group)
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    dist.broadcast(flat, source)
+    dist.broadcast(flat, source, group)
     if dist.get_rank() != source:
         parts = flat.split([tensor.numel() for tensor in bucket])
         for tensor, part in zip(bucket, parts, strict=True):

@@ -89,7 +89,8 @@ class Processes:
     def values(self) -> list[Any]:
         """Like :meth:`results`; checks that no function raised, and returns the values."""
         outcomes = self.results()
-        assert [outcome.error for outcome in outcomes] == [""] * len(outcomes)
+        errors = [outcome.error for outcome in outcomes]
+        assert not any(errors), errors
         return [outcome.value for outcome in outcomes]
 
     def kill(self) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from redelastic.data import ElasticBatches
@@ -26,7 +26,7 @@ from redelastic.survival.state import (
     RoundOverError,
     State,
     TornStateError,
-    choose_source,
+    choose_sources,
     fingerprint,
     put_together,
     take_apart,
@@ -44,13 +44,30 @@ def test_the_newest_whole_step_of_a_survivor_is_taken(known: list[Report]) -> No
     rivals = [report for report in known if report.survived] or known
     newest = max(report.step for report in rivals)
     if Report(rivals[0].survived, whole=True, step=newest) in rivals:
-        source = known[choose_source(known)]
+        [source] = (known[rank] for rank in choose_sources(known))
         assert source in rivals
         assert source.whole
         assert source.step == newest
     else:
         with pytest.raises(TornStateError, match=f"of step {newest}: each has called optimizer.step"):
-            choose_source(known)
+            choose_sources(known)
+
+
+@given(st.lists(reports, min_size=4, max_size=8).filter(lambda known: len(known) % 2 == 0))
+def test_the_newest_whole_step_that_all_shards_have_is_taken(known: list[Report]) -> None:
+    rivals = [(rank, report) for rank, report in enumerate(known) if report.survived] or [*enumerate(known)]
+    shards = [[report for rank, report in rivals if rank % 2 == shard] for shard in range(2)]
+    common = min(max((report.step for report in shard), default=-1) for shard in shards)
+    if all(any(report.whole and report.step == common for report in shard) for shard in shards):
+        sources = choose_sources(known, 2)
+        assert [rank % 2 for rank in sources] == [0, 1]
+        assert all((rank, known[rank]) in rivals and known[rank].whole for rank in sources)
+        assert {known[rank].step for rank in sources} == {common}
+    else:
+        lost = ", ".join(str(number) for number, shard in enumerate(shards) if not shard)
+        why = f"has shard {lost} of the state" if lost else f"of step {common} of some shard: each has called"
+        with pytest.raises(TornStateError, match=why):
+            choose_sources(known, 2)
 
 
 # -- commits
@@ -209,6 +226,31 @@ def test_all_have_the_newest_whole_state(processes: Processes, tmp_path: Path, s
     assert {one["count"] for one in shared} == {newest}
     assert shared[0]["print"] == shared[1]["print"] == shared[2]["print"]
     assert all(one["in place"] for one in shared), "parameters keep their memory"
+
+
+def _share_shards(folder: str, rank: int, steps: list[int]) -> tuple[int, str]:
+    """Of two replicas with two shards each, all have survived, and have made different numbers of steps."""
+    state, model, _, _ = _made(rank % 2, 0)
+    _join(folder, rank, 4)
+    row, column = divmod(rank, 2)
+    members = [column, column + 2], [2 * row, 2 * row + 1]
+    groups = [dist.new_group(ranks, use_local_synchronization=True) for ranks in members]
+    mesh = DeviceMesh.from_group(groups, "cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
+    state.share(mesh)
+    for _ in range(steps[rank]):
+        with torch.no_grad():
+            next(model.parameters()).add_(1 + rank % 2)
+        state.commit()
+    state.share(mesh, verify=True)
+    return state.step, fingerprint(model.state_dict())
+
+
+def test_each_shard_comes_from_a_rank_that_has_it(processes: Processes, tmp_path: Path) -> None:
+    for rank in range(4):
+        processes.start(_share_shards, str(tmp_path), rank, [3, 2, 2, 1])
+    shared = processes.values()
+    assert [step for step, _ in shared] == [2] * 4, "the newest step that both shards have"
+    assert shared[0] == shared[2] != shared[1] == shared[3]
 
 
 def _survive_torn(folder: str, rank: int, torn: list[int]) -> None:

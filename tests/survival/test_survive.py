@@ -65,6 +65,28 @@ def test_processes_of_another_launcher_train_once_in_a_group(processes: Processe
         assert processes.values() == [(0, 2, 1, False), (1, 2, 1, False)]
 
 
+def _train_shards(shards: int) -> tuple[tuple[int, ...], list[list[int]]]:
+    seen: list[redelastic.Round] = []
+    redelastic.survive(seen.append, redelastic.State(), shards=shards)
+    mesh = seen[0].mesh
+    assert mesh is not None
+    assert mesh.mesh_dim_names == ("replicate", "shard")
+    return tuple(mesh.shape), mesh.mesh.tolist()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_a_round_of_shards_has_a_mesh(processes: Processes, shards: int) -> None:
+    with reserved_port() as port:
+        for rank in range(2):
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+            processes.start(_train_shards, shards, **place)
+        for outcome in processes.results():
+            if shards == 3:
+                assert "survive(shards=3): 2 processes cannot have all shards equally often" in outcome.error
+            else:
+                assert outcome.value == ((2 // shards, shards), [[0], [1]] if shards == 1 else [[0, 1]])
+
+
 def enter(channels: WorkerChannels, epoch: int, *ranks: int, size: int = 2) -> dist.TCPStore:
     """Have workers enter a round; returns its store, which ends with the returned object."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
