@@ -11,7 +11,6 @@ from torch import nn
 from redelastic.monitoring.events import Started
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, AgentJob
-from tests.support.torchrun_job import LONG_LEASES
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_surviving_hsdp.py"
 F64 = torch.float64
@@ -77,20 +76,27 @@ def reference(steps: int) -> list[torch.Tensor]:
 
 @pytest.mark.long
 @pytest.mark.fault(
-    "nodes are killed, join and drain in a job of HSDP whose workers survive",
+    "nodes freeze, die, join and drain in a job of HSDP whose workers survive",
     "the others keep their processes, and train as one process does",
 )
 def test_a_job_of_hsdp(server: RedisServer, tmp_path: Path) -> None:
-    with HsdpJob(server, tmp_path, "2:3", nproc=2, conf=LONG_LEASES) as job:
+    with HsdpJob(server, tmp_path, "2:3", nproc=2, conf={"keep_alive_max_attempt": 8}) as job:
         for name in "abc":
             job.begin_node(name)
         job.await_round("abc")
         step = job.await_steps()
-        job.nodes["b"].kill()
+        job.nodes["b"].freeze()
         assert job.await_round("ac") == {"a": True, "c": True}
         job.await_steps()
         begun = [int(line.rpartition(" ")[2]) for line in (tmp_path / "a.out").read_text().splitlines()]
         assert min(begun[-2:]) >= step, "no step is lost"
+        job.nodes["b"].thaw()
+        assert job.await_round("abc") == {"a": True, "b": True, "c": True}
+        job.await_steps()
+
+        job.nodes["b"].kill()
+        assert job.await_round("ac") == {"a": True, "c": True}
+        job.await_steps()
 
         job.begin_node("b")
         assert job.await_round("abc") == {"a": True, "b": False, "c": True}
