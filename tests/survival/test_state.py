@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from datetime import timedelta
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from redelastic.data import ElasticBatches
 from redelastic.survival.state import (
@@ -109,10 +109,11 @@ def test_an_end_of_the_round_before_an_optimizers_step_leaves_the_state_whole() 
 
 
 def test_a_sharded_model_is_refused() -> None:
+    fsdp = import_module("torch.distributed.fsdp")  # it takes a second, and each process of xdist imports this module
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))  # in place
+        fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (1,)))  # in place
         with pytest.raises(TypeError, match=r"0\.weight of the entry 'model' is a DTensor: its parts are on several"):
             State(model=model).share()
     finally:
