@@ -174,8 +174,11 @@ class RunControl:
             What :meth:`unsaved` takes; None if no node holds a round.
         """
         reply = self._script(scripts.SAVE, [reason[:MAX_REASON], round(1000 * timeout)])
+        if not reply:
+            return None
         with _of_redis(self._connection):
-            return SaveRequest(int(reply[0]), int(reply[1]), place_of(reply[2])) if reply else None
+            epoch, size, place = reply
+            return SaveRequest(int(epoch), int(size), place_of(place))
 
     def unsaved(self, asked: SaveRequest) -> list[int]:
         """The ranks of the nodes whose workers are not known to have saved for a request."""

@@ -145,7 +145,7 @@ def _of_round(events: Sequence[Event], epoch: int) -> Iterator[Event]:
 
 
 def _has_gone(event: Event, members: Sequence[str], reporters: Collection[str]) -> bool:
-    """Whether a member has gone because of a fault; one of the ``reporters`` has gone since its workers failed."""
+    """Whether a fault took a member out; for one of the ``reporters`` that is the failure of its workers, not this."""
     was_member = not members or event.node in members  # they are not known if the round began before the events kept
     match event:
         case kinds.Lost():

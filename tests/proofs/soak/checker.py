@@ -75,8 +75,8 @@ def exclusivity(story: Story) -> Iterator[Violation]:
         for stay in members:
             known = min(stay.entered, first.entered - story.lease)  # a frozen node may learn late of its round
             if stay.until > first.entered and not story.may_be_lost(stay.node, known, first.entered):
-                who = f"{stay.node} was a live member of round {epoch}"
-                yield Violation("I1", f"{who} when {first.node} entered round {later}", first.entered)
+                member = f"{stay.node} was a live member of round {epoch}"
+                yield Violation("I1", f"{member} when {first.node} entered round {later}", first.entered)
 
 
 def agreement(story: Story) -> Iterator[Violation]:
@@ -189,8 +189,8 @@ def progress(story: Story) -> Iterator[Violation]:
                 stay.epoch for stay in inside if stay.size == story.max == len([s for s in inside if s.until >= until])
             }
             if until - quiet > allowed and len(live) >= story.min and not frozen and not full:
-                who = f"{ask.node} waited with {len(live)} nodes alive, none of them disturbed"
-                yield Violation("I6", f"{who}, and no round was complete after {until - quiet:.1f} s", quiet)
+                waiting = f"{ask.node} waited with {len(live)} nodes alive, none of them disturbed"
+                yield Violation("I6", f"{waiting}, and no round was complete after {until - quiet:.1f} s", quiet)
 
 
 def detection(story: Story) -> Iterator[Violation]:
@@ -276,8 +276,8 @@ def standing(story: Story) -> Iterator[Violation]:
         broken = min(min(stay.broken, stay.until) for stay in members)
         if broken < min(story.closing, story.ends) and not _cause(story, members, began, broken):
             fault = any(a < broken and b > broken - story.lease - story.patience for a, b in (*story.away, *story.lost))
-            who = next(stay.node for stay in members if min(stay.broken, stay.until) == broken)
-            what = f"round {epoch} was broken for {who}, and no node gave a reason"
+            first = next(stay.node for stay in members if min(stay.broken, stay.until) == broken)
+            what = f"round {epoch} was broken for {first}, and no node gave a reason"
             yield Violation("I9", what + (": Redis had been away" if fault else ""), broken)
 
 
