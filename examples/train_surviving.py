@@ -48,15 +48,17 @@ def train(this: redelastic.Round) -> None:
     print(f"round {this.epoch}: rank {this.rank} of {this.size} begins at step {state.step}", flush=True)
     parallel = DistributedDataParallel(model) if this.size > 1 else model
     while state.step < STEPS:
+        if this.rank == 0 and state.step % 100 == 0:
+            save()
         inputs, targets = samples(state.step, this.rank, this.size)
         loss = this.size * ((parallel(inputs) - targets) ** 2).sum() / BATCH  # DDP divides by the size
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         time.sleep(PACE)
-        state.commit()  # the step is whole: it will not be made again
-        if this.rank == 0 and state.step % 100 == 0:
-            save()
+        state.commit()  # the step is whole: it will not be made again; a round that is over ends here
+    if this.rank == 0:
+        save()
 
 
 redelastic.survive(train, state)

@@ -23,6 +23,7 @@ import redelastic
 STEPS = 300
 SAVE_EVERY = 100
 BATCH = 24  # samples of a step, whatever the number of processes
+MAX_NORM = 1.0  # of the gradient
 PACE = 0.1  # a larger model would take as long, in seconds
 SHARDS = int(os.environ["LOCAL_WORLD_SIZE"])
 SHARD = int(os.environ["LOCAL_RANK"])  # that this process has, in every round
@@ -30,7 +31,7 @@ DEVICE = torch.device("cuda", SHARD) if torch.cuda.is_available() else torch.dev
 
 
 def build() -> torch.nn.Sequential:
-    """The whole model."""
+    """The whole model. It has no buffers: they would be an entry of the state, too, and `fill` would copy them."""
     return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
 
 
@@ -47,21 +48,23 @@ optimizer = torch.optim.Adam(shard.parameters())
 state = redelastic.State(shard=shard, optimizer=optimizer)
 
 checkpoints = Path(sys.argv[1])
-complete = [int(folder.name) for folder in checkpoints.glob("[0-9]*") if len([*folder.glob("*.pt")]) == SHARDS]
+complete = [
+    int(folder.name) for folder in checkpoints.glob("[0-9]*") if len([*folder.glob(f"*-of-{SHARDS}.pt")]) == SHARDS
+]
 if complete:  # only a job that starts again needs it
     state.step = max(complete)
-    saved = torch.load(checkpoints / str(state.step) / f"{SHARD}.pt")
+    saved = torch.load(checkpoints / str(state.step) / f"{SHARD}-of-{SHARDS}.pt", map_location=DEVICE)
     shard.load_state_dict(saved["shard"])
     optimizer.load_state_dict(saved["optimizer"])
 
 
 def save() -> None:
-    """Write this shard's part of a checkpoint, whole or not at all."""
+    """Write this process' shard, whole or not at all."""
     folder = checkpoints / str(state.step)
     folder.mkdir(parents=True, exist_ok=True)
     new = folder / f"{SHARD}.new"
     torch.save({"shard": shard.state_dict(), "optimizer": optimizer.state_dict()}, new)
-    new.rename(new.with_suffix(".pt"))
+    new.rename(folder / f"{SHARD}-of-{SHARDS}.pt")
 
 
 def sharded(mesh: DeviceMesh | None) -> torch.nn.Module:
@@ -97,18 +100,21 @@ def train(this: redelastic.Round) -> None:
     print(f"round {this.epoch}: rank {this.rank} of {this.size} begins at step {state.step}", flush=True)
     model = sharded(this.mesh)
     while state.step < STEPS:
+        if this.rank < SHARDS and state.step % SAVE_EVERY == 0:
+            save()
         fill(model)
         inputs, targets = samples(state.step, this.rank, this.size)
         loss = this.size * ((model(inputs) - targets) ** 2).sum() / BATCH  # FSDP divides by the size
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         for own, parameter in zip(shard, model.parameters(), strict=True):
             own.grad, parameter.grad = local(parameter.grad), None
         dist.all_reduce(loss)  # all have their gradients: no shard makes a step that another one cannot make
         optimizer.step()
         time.sleep(PACE)
-        state.commit()  # the step is whole: it will not be made again
-        if this.rank < SHARDS and state.step % SAVE_EVERY == 0:
-            save()
+        state.commit()  # the step is whole: it will not be made again; a round that is over ends here
+    if this.rank < SHARDS:
+        save()
 
 
 redelastic.survive(train, state, shards=SHARDS)

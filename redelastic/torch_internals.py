@@ -106,6 +106,11 @@ distributed_c10d                          _World.pg_names
 rendezvous                                _rendezvous_handlers
 rendezvous                                register_rendezvous_handler             scheme handler
 """  # noqa: E501
+MESH_CACHES: Final = (  # modules of torch.distributed.tensor, and what clears a cache there
+    ("debug", "_clear_sharding_prop_cache"),
+    ("_redistribute", "clear_redistribute_planner_cache"),
+    ("_redistribute", "_gen_transform_infos.cache_clear"),
+)
 HOOKS: Final = tuple(
     Hook(f"torch.distributed.{module}", name, tuple(parameters))
     for module, name, *parameters in map(str.split, _TABLE.strip().splitlines())
@@ -182,6 +187,21 @@ def set_group_timeout(timeout: timedelta, group: Any = None) -> None:
     from torch.distributed import distributed_c10d  # noqa: PLC0415
 
     distributed_c10d._set_pg_timeout(timeout, group)  # noqa: SLF001
+
+
+def forget_meshes() -> None:
+    """Clear what DTensor has computed on meshes, and keeps together with their groups.
+
+    It takes a mesh for an earlier one with the same ranks, whose groups have ended.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    for module, name in MESH_CACHES:
+        found: Any = import_module(f"torch.distributed.tensor.{module}")
+        for part in name.split("."):
+            found = getattr(found, part, None)  # some versions of torch lack the cache
+        if found is not None:
+            found()
 
 
 def restart_group_names() -> None:

@@ -23,7 +23,13 @@ from torch import distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from redelastic.torch_internals import abort_nccl, nccl_has_failed, restart_group_names, set_group_timeout
+from redelastic.torch_internals import (
+    abort_nccl,
+    forget_meshes,
+    nccl_has_failed,
+    restart_group_names,
+    set_group_timeout,
+)
 
 from .channel import MAX_REASON, Channel
 from .cutter import Cutter
@@ -53,8 +59,8 @@ class Round:
         epoch: number of the round, above that of every earlier one; 0 without an agent of redelastic.
         store: for the script's own keys in this round; None without other processes.
         device: where this process computes.
-        mesh: if the state is sharded, all ranks, in the dimensions "replicate" and "shard", as HSDP takes it; its
-            groups end with the round. None otherwise.
+        mesh: all ranks as a mesh with the dimensions "replicate" and "shard", as HSDP takes it; None without ``shards``
+            or without other processes. Its groups end with the round.
     """
 
     rank: int
@@ -94,15 +100,20 @@ def survive(
         timeout: of the group's operations.
         verify: whether to compare a hash of the state's entries at the beginning of each round.
         shards: into how many the state is split, as with HSDP; None: each rank has all of it. Rank r has shard
-            ``r % shards``, and gets it from the other ranks that have it. So each node should have all of them:
-            ``--nproc-per-node`` is a multiple of ``shards``.
+            ``r % shards``, and gets it from other ranks that have it.
 
     Raises:
         TornStateError, ValueError, TypeError: as :meth:`State.share`.
-        ValueError: the number of processes is no multiple of ``shards``.
+        ValueError: the number of this node's processes, ``LOCAL_WORLD_SIZE``, is no multiple of ``shards``.
         SystemExit: the agent is gone.
         Exception: of ``train``, if it is none of communication; the agent then starts the node's workers anew.
     """
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if shards is not None and (shards < 1 or local_size % shards):  # before this node joins: the others train on
+        raise ValueError(
+            f"survive(shards={shards}): the number of this node's processes has to be a multiple of the shards; it is "
+            f"{local_size}. Set it by --nproc-per-node."
+        )
     channel = Channel.open()
     if channel is None:
         _train_once(train, state, timeout, verify=verify, shards=shards)
@@ -143,19 +154,14 @@ def _mesh(shards: int | None, timeout: timedelta) -> DeviceMesh | None:
     """The mesh of the default group's ranks, a row for each replica of the state; None if each rank has all of it."""
     if shards is None:
         return None
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if shards < 1 or size % shards:
-        raise ValueError(
-            f"survive(shards={shards}): {size} processes cannot have all shards equally often. Set --nproc-per-node to "
-            "the number of shards, or to a multiple of it."
-        )
-    ranks = torch.arange(size).view(-1, shards)
-    replica, shard = divmod(rank, shards)
-    groups = [
-        dist.new_group(members.tolist(), timeout, use_local_synchronization=True)
-        for members in (ranks[:, shard], ranks[replica])
-    ]
-    return DeviceMesh.from_group(groups, _device().type, ranks, mesh_dim_names=("replicate", "shard"))
+    if (device := _device()).type == "cuda":
+        torch.cuda.set_device(device)  # FSDP computes on the current one
+    ranks = torch.arange(dist.get_world_size()).view(-1, shards)
+    replica, shard = divmod(dist.get_rank(), shards)
+    columns = [dist.new_group(members, timeout) for members in ranks.T.tolist()]  # of all ranks, so that names agree
+    rows = [dist.new_group(members, timeout) for members in ranks.tolist()]
+    own = [columns[shard], rows[replica]]
+    return DeviceMesh.from_group(own, device.type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def _round(store: dist.Store | None, mesh: DeviceMesh | None) -> Round:
@@ -237,6 +243,7 @@ class _Survivor:
                 if dist.is_initialized():
                     dist.destroy_process_group()
             self._cutter = self._store = None
+            forget_meshes()
             gc.collect()  # what holds the group in a cycle, such as a DDP of it
             if left is None:
                 return
@@ -299,7 +306,7 @@ class _Survivor:
             cutter.mark()
             for group in (None, *(() if mesh is None else mesh.get_all_groups())):
                 set_group_timeout(self._timeout, group)
-            self._state.share(mesh, verify=self._verify)
+            self._state.share(mesh, epoch=self._epoch, verify=self._verify)
             self._store = store
             train(_round(store, mesh))
             _await_all(store, size)

@@ -15,6 +15,7 @@ from redelastic.worker import progress
 
 SHARDED: Final = ("placements", "sharding_spec")  # attributes of DTensor, of ShardedTensor
 BUCKET_BYTES: Final = 32 << 20  # small tensors travel together, up to this size
+ANEW: Final = "The workers start anew, from the last checkpoint."
 
 
 @runtime_checkable
@@ -49,17 +50,19 @@ class Report(NamedTuple):
         survived: whether it has had its shard since an earlier round.
         whole: whether its state is that of its last commit.
         step: number of steps committed.
+        epoch: of the round of that commit. A process that was cut off may have made the same step in another round.
     """
 
     survived: bool
     whole: bool
     step: int
+    epoch: int = 0
 
 
 def choose_sources(reports: Sequence[Report], shards: int = 1) -> list[int]:
     """For each shard the rank from which all others get it; survivors go before new processes.
 
-    It is of the newest step that all shards have, and whole.
+    The sources have the newest step that all shards have, of the same round, and have it whole.
 
     Args:
         reports: by rank.
@@ -68,25 +71,29 @@ def choose_sources(reports: Sequence[Report], shards: int = 1) -> list[int]:
     Raises:
         TornStateError: of some shard no process has that step whole.
     """
-    survivors = [rank for rank, report in enumerate(reports) if report.survived]
-    holders: list[list[int]] = [[] for _ in range(shards)]
-    for rank in survivors or range(len(reports)):
-        holders[rank % shards].append(rank)
-    lost = [shard for shard, ranks in enumerate(holders) if not ranks]
-    if lost:
-        raise TornStateError(
-            f"No process that is left has shard {', '.join(map(str, lost))} of the state. The workers start anew, from "
-            "the last checkpoint."
-        )
-    newest = min(max(reports[rank].step for rank in ranks) for ranks in holders)
-    whole = [[rank for rank in ranks if reports[rank].step == newest and reports[rank].whole] for ranks in holders]
-    if not all(whole):
-        raise TornStateError(
-            f"No process has the state of step {newest}{'' if shards == 1 else ' of some shard'}: each has called "
-            "optimizer.step() since, but not state.commit(), or has lost the process that was sending it a newer "
-            "state. Use no collectives between the two calls. The workers start anew, from the last checkpoint."
-        )
-    return [ranks[0] for ranks in whole]
+    candidates = [rank for rank, report in enumerate(reports) if report.survived] or [*range(len(reports))]
+    holders = [[rank for rank in candidates if rank % shards == shard] for shard in range(shards)]
+    if lost := [shard for shard, ranks in enumerate(holders) if not ranks]:
+        raise TornStateError(f"No process has shard {', '.join(map(str, lost))} of the state any more. {ANEW}")
+    commits = [(report.step, report.epoch) for report in reports]
+    newest = min(max(commits[rank] for rank in ranks) for ranks in holders)
+    sources = []
+    for shard, ranks in enumerate(holders):
+        same = [rank for rank in ranks if commits[rank] == newest]
+        if not same:
+            raise TornStateError(
+                f"Each process with shard {shard} is beyond step {newest[0]}, and none with another shard is. Call a "
+                f"collective of all ranks before optimizer.step(): it makes this unlikely. {ANEW}"
+            )
+        whole = [rank for rank in same if reports[rank].whole]
+        if not whole:
+            raise TornStateError(
+                f"No process has the state of step {newest[0]}: each has called optimizer.step() since, but not "
+                "state.commit(), or has lost the process that was sending it a newer state. Use no collectives between "
+                f"the two calls. {ANEW}"
+            )
+        sources.append(whole[0])
+    return sources
 
 
 class State:
@@ -116,6 +123,7 @@ class State:
         self.step = 0
         self._shard: int | None = None  # that this process has; None before it has shared its state
         self._whole = True
+        self._epoch = self._committed_in = 0  # of the round, and of that of the last commit
         self._after_commit: Callable[[int], object] = bool
         self._before_step: Callable[[], object] = bool
         for entry in entries.values():
@@ -142,7 +150,7 @@ class State:
         for entry in self._entries.values():
             if commit := getattr(entry, "commit", None):  # it counts steps itself, as ElasticBatches does
                 commit()
-        self.step, self._whole = new, True
+        self.step, self._committed_in, self._whole = new, self._epoch, True
         progress(new)
         self._after_commit(new)
 
@@ -154,11 +162,12 @@ class State:
         """Have each optimizer's ``step`` call ``check`` first; it ends the round by a RoundOverError."""
         self._before_step = check
 
-    def share(self, mesh: DeviceMesh | None = None, *, verify: bool = False) -> None:
+    def share(self, mesh: DeviceMesh | None = None, *, epoch: int = 0, verify: bool = False) -> None:
         """Give all ranks of the default group the newest committed state; a collective.
 
         Args:
             mesh: if the state is sharded: ranks in a column have the same shard. None: all ranks have all of it.
+            epoch: of the round that begins.
             verify: whether to compare a hash of each entry afterwards.
 
         Raises:
@@ -172,7 +181,7 @@ class State:
         shards, group = (1, None) if mesh is None else (mesh.size(1), mesh.get_group(0))
         shard = rank % shards
         peers = range(shard, size, shards)
-        own = Report(self._shard == shard, self._whole, self.step)
+        own = Report(self._shard == shard, self._whole, self.step, self._committed_in)
         reports: list[Any] = [None] * size
         dist.all_gather_object(reports, (own, sorted(self._entries)))
         names = reports[0][1]
@@ -186,14 +195,14 @@ class State:
             if rank == source:
                 self._send(source, group)
             else:
-                # A new process is torn until all of it has arrived. A survivor that is behind keeps its state until
+                # A new process is torn until all of it has arrived. A survivor with another step keeps its state until
                 # then, as the source may be lost; other survivors get what they have.
                 self._whole = own.survived and own.whole
                 self._receive(source, group, aside=self._whole and own != known[source])
-            self.step = known[source].step
-        self._shard, self._whole = shard, True
+            self.step, self._committed_in = known[source].step, known[source].epoch
+        self._shard, self._epoch, self._whole = shard, epoch, True
         if verify:
-            self._compare(names, peers)
+            self._compare(names, shards)
 
     def _apart(self) -> tuple[dict[str, Any], dict[Path, torch.Tensor]]:
         """The entries in order, without their tensors; and these by path, which begins with the entry's name."""
@@ -240,14 +249,15 @@ class State:
             if not in_place or own[name] != skeleton[name]:
                 entry.load_state_dict(put_together(skeleton[name], tensors))
 
-    def _compare(self, names: Sequence[str], peers: Sequence[int]) -> None:
+    def _compare(self, names: Sequence[str], shards: int) -> None:
+        """Compare the entries of all ranks that have the same shard, on all ranks: none waits for one that fails."""
         own = {name: fingerprint(self._entries[name].state_dict()) for name in names}
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, own)
-        first = peers[0]
+        prints: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(prints, own)
         for name in names:
-            differing = [peer for peer in peers if every[peer][name] != every[first][name]]
+            differing = [rank for rank, other in enumerate(prints) if other[name] != prints[rank % shards][name]]
             if differing:
+                first = differing[0] % shards
                 raise ValueError(
                     f"After step {self.step} the entry {name!r} of ranks {differing} is not rank {first}'s."
                 )

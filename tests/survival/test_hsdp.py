@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,13 @@ from tests.support.agent_job import DRAINED, AgentJob
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_surviving_hsdp.py"
 F64 = torch.float64
-ENDLESS = {  # in double precision, with a checkpoint of each step
+EDITS = {  # double precision, a checkpoint of each step, and a last step that a file names
     "import torch\n": "import torch\ntorch.set_default_dtype(torch.float64)\n",
-    "STEPS = 300": "STEPS = 1_000_000",
     "SAVE_EVERY = 100": "SAVE_EVERY = 1",
     "PACE = 0.1": "PACE = 0.02",
+    "state.step < STEPS:": 'state.step < int((checkpoints / "last").read_text()):',
 }
+MORE = 20  # steps until the last one, when a job is to finish
 
 
 class HsdpJob(AgentJob):
@@ -29,11 +31,26 @@ class HsdpJob(AgentJob):
         script = self.directory / "train.py"
         if not script.exists():
             source = EXAMPLE.read_text()
-            for old, new in ENDLESS.items():
+            for old, new in EDITS.items():
                 assert source.count(old) == 1
                 source = source.replace(old, new)
             script.write_text(source)
+        self._end_after(1_000_000)
         self.start(name, script=script, options=("--survive", "--preload=torch.distributed.fsdp"))
+
+    def _end_after(self, step: int) -> None:
+        (self.directory / "new").write_text(str(step))
+        (self.directory / "new").replace(self.directory / "last")
+
+    def finish_soon(self, *names: str) -> None:
+        """Have the job finish, and check that it ends as one process does."""
+        last = self.saved_step() + MORE
+        self._end_after(last)
+        for name in names:
+            assert self.wait_end(name) == 0, self.report()
+        assert self.saved_step() == last
+        for own, expected in zip(self._parameters(last), reference(last), strict=True):
+            torch.testing.assert_close(own, expected, rtol=0, atol=1e-10)
 
     def await_steps(self) -> int:
         """Wait until three more steps are made; returns the last one."""
@@ -41,8 +58,8 @@ class HsdpJob(AgentJob):
         return self.wait(f"step {last} is made", lambda: (step := self.saved_step()) >= last and step)
 
     def saved_step(self) -> int:
-        complete = [int(one.parent.name) for one in self.directory.glob("*/1.pt") if (one.parent / "0.pt").exists()]
-        return max(complete, default=0)
+        saved = self.directory.glob("*/1-of-2.pt")
+        return max((int(one.parent.name) for one in saved if one.with_name("0-of-2.pt").exists()), default=0)
 
     def await_round(self, names: str) -> dict[str, bool]:
         """Wait until the newest round is of these nodes; returns of which one the processes have survived."""
@@ -55,9 +72,9 @@ class HsdpJob(AgentJob):
 
         return self.wait(f"there is a round of {names}", started)
 
-    def parameters(self, step: int) -> list[torch.Tensor]:
+    def _parameters(self, step: int) -> list[torch.Tensor]:
         """The parameters after a step, of both shards."""
-        shards = [torch.load(self.directory / str(step) / f"{shard}.pt")["shard"] for shard in range(2)]
+        shards = [torch.load(self.directory / str(step) / f"{shard}-of-2.pt")["shard"] for shard in range(2)]
         return [torch.cat([shard[name] for shard in shards]) for name in shards[0]]
 
 
@@ -70,6 +87,7 @@ def reference(steps: int) -> list[torch.Tensor]:
         inputs = torch.rand(24, 8, generator=torch.Generator().manual_seed(step), dtype=F64)
         optimizer.zero_grad()
         (((model(inputs) - inputs.sum(1, keepdim=True).sin()) ** 2).sum() / 24).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
@@ -80,32 +98,43 @@ def reference(steps: int) -> list[torch.Tensor]:
     "the others keep their processes, and train as one process does",
 )
 def test_a_job_of_hsdp(server: RedisServer, tmp_path: Path) -> None:
-    with HsdpJob(server, tmp_path, "2:3", nproc=2, conf={"keep_alive_max_attempt": 8}) as job:
+    conf = {"keep_alive_max_attempt": 8}
+    with HsdpJob(server, tmp_path, "2:3", nproc=2, conf=conf) as job:
         for name in "abc":
             job.begin_node(name)
         job.await_round("abc")
         step = job.await_steps()
-        job.nodes["b"].freeze()
-        assert job.await_round("ac") == {"a": True, "c": True}
+        one, two, three = (
+            node.name for node in job.control.state().members
+        )  # the last one takes the first one's place
+        job.nodes[one].freeze()
+        assert job.await_round(two + three) == {two: True, three: True}
         job.await_steps()
-        begun = [int(line.rpartition(" ")[2]) for line in (tmp_path / "a.out").read_text().splitlines()]
-        assert min(begun[-2:]) >= step, "no step is lost"
-        job.nodes["b"].thaw()
-        assert job.await_round("abc") == {"a": True, "b": True, "c": True}
-        job.await_steps()
-
-        job.nodes["b"].kill()
-        assert job.await_round("ac") == {"a": True, "c": True}
-        job.await_steps()
-
-        job.begin_node("b")
-        assert job.await_round("abc") == {"a": True, "b": False, "c": True}
+        begun = re.findall(r"begins at step (\d+)\n", (tmp_path / f"{two}.out").read_text())
+        assert int(begun[-1]) >= step, "no step is lost"
+        job.nodes[one].thaw()
+        assert job.await_round("abc") == {one: True, two: True, three: True}
         job.await_steps()
 
-        job.nodes["c"].terminate()
-        assert job.wait_end("c") == DRAINED
-        assert job.await_round("ab") == {"a": True, "b": True}
-        last = job.await_steps()
+        job.nodes[two].kill()
+        assert job.await_round(one + three) == {one: True, three: True}
+        job.await_steps()
 
-        for own, expected in zip(job.parameters(last), reference(last), strict=True):
-            torch.testing.assert_close(own, expected, rtol=0, atol=1e-10)
+        job.begin_node(two)
+        assert job.await_round("abc") == {one: True, two: False, three: True}
+        job.await_steps()
+
+        job.nodes[three].terminate()
+        assert job.wait_end(three) == DRAINED
+        assert job.await_round(one + two) == {one: True, two: True}
+        job.await_steps()
+        job.finish_soon(one, two)
+        assert max(event.epoch for event in job.events(Started)) == 6, "each change costs one round"
+
+    with HsdpJob(server, tmp_path, "2:2", nproc=2, conf=conf) as job:
+        saved = job.saved_step()
+        for name in "ab":
+            job.begin_node(name)
+        job.wait("they go on", lambda: job.saved_step() > saved)
+        assert f"begins at step {saved}" in (tmp_path / "a.out").read_text()
+        job.finish_soon("a", "b")

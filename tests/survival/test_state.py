@@ -33,23 +33,29 @@ from redelastic.survival.state import (
 )
 from tests.support.processes import Processes
 
-reports = st.builds(Report, survived=st.booleans(), whole=st.booleans(), step=st.integers(0, 3))
+reports = st.builds(
+    Report, survived=st.booleans(), whole=st.booleans(), step=st.integers(0, 3), epoch=st.integers(0, 2)
+)
 
 
 # -- whose state is taken
 
 
+def commit_of(report: Report) -> tuple[int, int]:
+    return report.step, report.epoch
+
+
 @given(st.lists(reports, min_size=1, max_size=6))
 def test_the_newest_whole_step_of_a_survivor_is_taken(known: list[Report]) -> None:
     rivals = [report for report in known if report.survived] or known
-    newest = max(report.step for report in rivals)
-    if Report(rivals[0].survived, whole=True, step=newest) in rivals:
+    newest = max(map(commit_of, rivals))
+    if any(report.whole and commit_of(report) == newest for report in rivals):
         [source] = (known[rank] for rank in choose_sources(known))
         assert source in rivals
         assert source.whole
-        assert source.step == newest
+        assert commit_of(source) == newest
     else:
-        with pytest.raises(TornStateError, match=f"of step {newest}: each has called optimizer.step"):
+        with pytest.raises(TornStateError, match=f"of step {newest[0]}: each has called optimizer.step"):
             choose_sources(known)
 
 
@@ -57,17 +63,29 @@ def test_the_newest_whole_step_of_a_survivor_is_taken(known: list[Report]) -> No
 def test_the_newest_whole_step_that_all_shards_have_is_taken(known: list[Report]) -> None:
     rivals = [(rank, report) for rank, report in enumerate(known) if report.survived] or [*enumerate(known)]
     shards = [[report for rank, report in rivals if rank % 2 == shard] for shard in range(2)]
-    common = min(max((report.step for report in shard), default=-1) for shard in shards)
-    if all(any(report.whole and report.step == common for report in shard) for shard in shards):
+    common = min(max(map(commit_of, shard), default=(-1, -1)) for shard in shards)
+    if all(any(report.whole and commit_of(report) == common for report in shard) for shard in shards):
         sources = choose_sources(known, 2)
         assert [rank % 2 for rank in sources] == [0, 1]
         assert all((rank, known[rank]) in rivals and known[rank].whole for rank in sources)
-        assert {known[rank].step for rank in sources} == {common}
+        assert {commit_of(known[rank]) for rank in sources} == {common}
     else:
-        lost = ", ".join(str(number) for number, shard in enumerate(shards) if not shard)
-        why = f"has shard {lost} of the state" if lost else f"of step {common} of some shard: each has called"
-        with pytest.raises(TornStateError, match=why):
+        with pytest.raises(TornStateError):
             choose_sources(known, 2)
+
+
+@pytest.mark.parametrize(
+    ("steps", "whole", "why"),
+    [
+        ([3, None, 3, None], True, "No process has shard 1 of the state any more"),
+        ([3, 2, 3, 2], True, "Each process with shard 0 is beyond step 2, and none with another shard is"),
+        ([3, 2, 2, 2], False, "No process has the state of step 2: each has called"),
+    ],
+)
+def test_a_shard_that_nobody_has_is_an_error(steps: list[int | None], whole: bool, why: str) -> None:
+    known = [Report(step is not None, whole, step or 0) for step in steps]
+    with pytest.raises(TornStateError, match=why):
+        choose_sources(known, 2)
 
 
 # -- commits
@@ -244,6 +262,33 @@ def _share_shards(folder: str, rank: int, steps: list[int]) -> tuple[int, str]:
         state.commit()
     state.share(mesh, verify=True)
     return state.step, fingerprint(model.state_dict())
+
+
+def _share_after_a_split(folder: str, rank: int) -> list[float]:
+    """Rank 0 was cut off after its step 1; then rank 1 has made its own step 1 without it."""
+    model = nn.Linear(1, 1)
+    state = State(model=model)
+    _join(folder, rank, 2)
+    state.share(epoch=1)
+    if rank == 1:
+        dist.destroy_process_group()
+        _join(f"{folder}/alone", 0, 1)
+        state.share(epoch=2)
+    nn.init.constant_(model.weight, rank)
+    nn.init.constant_(model.bias, rank)
+    state.commit()
+    dist.destroy_process_group()
+    _join(f"{folder}/again", rank, 2)
+    state.share(epoch=3, verify=True)
+    return [float(parameter) for parameter in model.parameters()]
+
+
+def test_of_the_same_step_the_later_rounds_is_taken(processes: Processes, tmp_path: Path) -> None:
+    for name in ("alone", "again"):
+        (tmp_path / name).mkdir()
+    for rank in range(2):
+        processes.start(_share_after_a_split, str(tmp_path), rank)
+    assert processes.values() == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_each_shard_comes_from_a_rank_that_has_it(processes: Processes, tmp_path: Path) -> None:
