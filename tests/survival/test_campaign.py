@@ -46,7 +46,8 @@ LINGER: Final = (
 )
 PRELOAD: Final = "--preload=torch.nn.parallel,torch.distributed.nn.functional,torch._dynamo"
 PACE: Final = 0.15  # of a step, in seconds: so many processes are not to keep the machine busy
-HELD: Final = "has not left round"  # what an agent says of a worker that gloo holds, before it starts another
+# What a node's stderr has if gloo holds a worker, or ends one: it may abort one that was frozen while a group was made.
+HELD: Final = ("has not left round", "gloo::EnforceNotMet")
 MOST_HELD: Final = 1  # nodes of a job: docs/how-to/survive.md names it as a limit
 ROOM: Final = 30e6  # that a survivor may grow by in a job, in bytes: caches of torch and of the allocator
 
@@ -201,7 +202,7 @@ class Campaign:
 
     @property
     def held(self) -> int:
-        """Nodes whose workers were started anew, since gloo held one."""
+        """Nodes whose workers were started anew, since gloo held or ended one."""
         return self._oracle.held
 
     def close(self) -> None:
@@ -361,7 +362,7 @@ class Oracle:
 
     def __init__(self, job: SurvivingJob) -> None:
         self._job = job
-        self.held = 0  # nodes whose workers were started anew, since gloo held one
+        self.held = 0  # nodes whose workers were started anew, since gloo held or ended one
         self._samples: defaultdict[tuple[int, int], list[Sample]] = defaultdict(list)  # by pid and number of workers
 
     def await_training(self, nodes: Collection[str]) -> int:
@@ -383,9 +384,10 @@ class Oracle:
         return self._job.wait(f"{sorted(nodes)} train together", trained, 2 * LIMIT)
 
     def check(self, before: Mapping[str, set[int]], epoch: int, *, may_hold: bool) -> None:
-        """The workers of these nodes have survived to this round, but for those that gloo has held; no step is lost."""
+        """The workers of these nodes have survived to this round, but for what gloo may do; no step is lost."""
         pids, nodes = self._job.pids(epoch), self._job.nodes
-        held = {name for name in before if may_hold and pids[name] != before[name] and HELD in nodes[name].stderr}
+        anew = [name for name in before if pids[name] != before[name]]
+        held = {name for name in anew if may_hold and any(text in nodes[name].stderr for text in HELD)}
         self.held += len(held)
         assert self.held <= MOST_HELD
         survivors = {name: before[name] for name in before.keys() - held}
