@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import ssl
 from typing import Final
 
 import redis.exceptions as rx
 from redis.sentinel import MasterNotFoundError
 
-from .interrupts import causes
+from .sockets import tls_refusal
 from .wire import is_of_replica
 
 # The ACL rules that the user of one run needs; with ~<key_prefix>:*, the user of all runs under a prefix.
@@ -35,8 +34,6 @@ _PASSING: Final = (
 )
 ERRORS: Final = (rx.RedisError, rx.RedisClusterException)
 _FINAL: Final = (rx.AuthenticationError, rx.AuthorizationError, rx.MaxConnectionsError)
-# Raised when a connection breaks, not when the server refuses it.
-_BROKEN_TLS: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 _SCRIPT_SUFFIX: Final = re.compile(r" script: [0-9a-f]{40}, on .*$")  # Redis 7 adds it to a script's error
 _SENTINEL_REPR: Final = re.compile(r"<redis\.client\.Redis\(.*?host=(.*?),port=(\d+).*?\)>\)>\)>")
 _DENIED: Final = re.compile(r"NOPERM|ACL failure in script|The user executing the script can't")
@@ -78,12 +75,6 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _tls_refusal(error: BaseException) -> ssl.SSLError | None:
-    """Why the TLS handshake failed; redis-py hides it below a ConnectionError."""
-    found = (e for e in (error, *causes(error)) if isinstance(e, ssl.SSLError) and not isinstance(e, _BROKEN_TLS))
-    return next(found, None)
-
-
 def _is_passing(error: BaseException) -> bool:
     """Whether trying again may help."""
     error = _cause(error)
@@ -92,7 +83,7 @@ def _is_passing(error: BaseException) -> bool:
     if isinstance(error, MasterNotFoundError) and "AuthenticationError" in str(error):
         return False
     if isinstance(error, _PASSING):
-        return not _tls_refusal(error) and _NO_CLUSTER not in str(error)
+        return not tls_refusal(error) and _NO_CLUSTER not in str(error)
     return isinstance(error, rx.ResponseError) and bool(_PASSING_REPLY.search(str(error)))
 
 
@@ -173,7 +164,7 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
         return UnavailableError, (
             f"Redis at {name} does not have that database: {reply}. Omit the number, or raise its 'databases'."
         )
-    if refusal := _tls_refusal(cause):
+    if refusal := tls_refusal(cause):
         reason = getattr(refusal, "verify_message", "") or refusal.reason or str(refusal)
         return UnavailableError, (
             f"TLS with Redis at {name} failed: {reason}. Check that the port serves TLS, that ca_cert is its "

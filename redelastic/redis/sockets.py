@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
+import ssl
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ import redis.connection as rc
 import redis.exceptions as rx
 from redis.sentinel import SentinelConnectionPool, SentinelManagedConnection, SentinelManagedSSLConnection
 
-from .interrupts import is_of_handler
+from .interrupts import causes, is_of_handler
 from .names import look_up
 
 Command: TypeAlias = "tuple[bytes, ...]"
@@ -28,6 +28,8 @@ _PIECE: Final = 2**16  # bytes: each piece of a long command may take the socket
 _MAX_UNSENT: Final = 2**17  # bytes
 _SHORTEST_IDLE: Final = 1.0  # in seconds, after which a server may close a connection
 _CONNECT_TIMEOUT: Final = 10.0  # in seconds, where none is given
+# Raised when a connection breaks, not when the server refuses it.
+_BROKEN_TLS: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 
 
 def encoded(words: Sequence[Word]) -> Command:
@@ -66,6 +68,12 @@ class Packer:
     def pack(name: str | bytes, *words: Word) -> list[bytes]:
         """See redis-py; a name may consist of two words."""
         return [pack_command(encoded((*name.split(), *words)))]
+
+
+def tls_refusal(error: BaseException) -> ssl.SSLError | None:
+    """Why the TLS handshake failed, where an error says that; redis-py hides it below a ConnectionError."""
+    found = (e for e in (error, *causes(error)) if isinstance(e, ssl.SSLError) and not isinstance(e, _BROKEN_TLS))
+    return next(found, None)
 
 
 class WholeConnection(rc.AbstractConnection):
@@ -124,8 +132,10 @@ class WholeConnection(rc.AbstractConnection):
             self.disconnect()
             raise rx.TimeoutError("Timeout writing to socket") from e
         except OSError as e:
-            with contextlib.suppress(rx.ConnectionError, rx.TimeoutError):
+            try:
                 self.read_response()
+            except (rx.ConnectionError, rx.TimeoutError) as why:
+                e = tls_refusal(why) or e  # of a client's certificate, which a server may refuse after the handshake
             raise rx.ConnectionError(f"Error while writing to socket: {e}") from e
         except BaseException:
             self.disconnect()
@@ -206,7 +216,22 @@ class TcpConnection(WholeConnection, BoundedConnection):
     """To a server."""
 
 
-class TlsConnection(WholeConnection, rc.SSLConnection, BoundedConnection):
+class AnsweredConnection(WholeConnection):
+    """A TLS connection that is set up once the server has answered on it.
+
+    In TLS 1.3 a server looks at the client's certificate, and sends tickets, after the client's handshake. Where that
+    is there before the first command, redis-py's pool takes the connection for a closed one, or for one with a reply
+    that nobody read.
+    """
+
+    def on_connect_check_health(self, check_health: bool = True) -> None:
+        """Log in, and wait for an answer; see redis-py."""
+        super().on_connect_check_health(check_health)
+        self.send_command("PING", check_health=False)
+        self.read_response()
+
+
+class TlsConnection(AnsweredConnection, rc.SSLConnection, BoundedConnection):
     """To a server, over TLS."""
 
 
@@ -218,7 +243,7 @@ class MasterConnection(WholeConnection, SentinelManagedConnection, BoundedConnec
     """To the master that sentinels name."""
 
 
-class MasterTlsConnection(WholeConnection, SentinelManagedSSLConnection, BoundedConnection):
+class MasterTlsConnection(AnsweredConnection, SentinelManagedSSLConnection, BoundedConnection):
     """To the master that sentinels name, over TLS."""
 
 

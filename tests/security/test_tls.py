@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
+import socket
+import ssl
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +22,7 @@ from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.errors import UnavailableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
+from redelastic.redis.sockets import TlsConnection
 from tests.support.agent_job import AWARE, AgentJob
 from tests.support.job_user import CANARY, AsUser, output_of
 from tests.support.tls_files import Certificates, make_certificates
@@ -32,7 +36,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
-@contextmanager
+@contextlib.contextmanager
 def strict_server(speaker: str, certificates: Certificates, certificate: str = "") -> Iterator[AsUser]:
     """A server that asks for client certificates."""
     with tls_server(speaker, CANARY, certificates, ask_clients=True, certificate=certificate) as (server, url):
@@ -67,6 +71,43 @@ def test_an_expired_certificate(certificates: Certificates, tmp_path: Path, whos
         with pytest.raises(UnavailableError, match=r"(?i)TLS with Redis at .* failed: .*expired.*Check") as raised:
             Connection.open(parse_endpoint(server.url, **given), connect_timeout=30)
         assert CANARY not in str(raised.value)
+
+
+def test_a_refusal_that_comes_before_the_first_command(
+    certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In TLS 1.3 the server looks at the client's certificate when the client's handshake is over."""
+    old = expired(certificates.client, certificates.ca, tmp_path / "old.crt")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates.ca)
+    context.load_cert_chain(certificates.server, certificates.server_key)
+    context.verify_mode = ssl.CERT_REQUIRED
+    refused = threading.Semaphore(0)
+
+    def refuse_all(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the listener is closed
+            while True:
+                channel, _ = listener.accept()
+                with contextlib.suppress(ssl.SSLError):
+                    context.wrap_socket(channel, server_side=True)
+                refused.release()
+
+    connect = TlsConnection._connect  # to hold the client between handshake and command
+
+    def connect_and_wait(connection: TlsConnection) -> socket.socket:
+        channel = connect(connection)
+        assert refused.acquire(timeout=60)
+        return channel
+
+    monkeypatch.setattr(TlsConnection, "_connect", connect_and_wait)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=refuse_all, args=(listener,))
+        thread.start()
+        url = f"rediss://127.0.0.1:{listener.getsockname()[1]}"
+        endpoint = parse_endpoint(url, **(files(certificates) | {"ssl_cert": old}))
+        with pytest.raises(UnavailableError, match=r"(?i)TLS with Redis at .* failed: .*expired.*Check"):
+            Connection.open(endpoint, connect_timeout=10)
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
 
 
 @pytest.mark.parametrize("speaker", WHO_SPEAKS_TLS)
