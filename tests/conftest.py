@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import tempfile
@@ -48,6 +49,7 @@ _SLOW = (
     "survival",
     "workers",
 )  # folders whose tests take the longest
+_HERE = Path(__file__).parent
 _MEMORY = "/dev/shm"
 _ROOM = 4e9  # bytes
 
@@ -62,6 +64,19 @@ def pytest_configure(config: pytest.Config) -> None:
     _keep_files_in_memory()
     if getattr(config.option, "numprocesses", None) and launchers.ADDRESS_VARIABLE not in os.environ:
         launchers.start_template_maker()  # with the processes of xdist, which inherit the address
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Have each process of xdist import the test modules in another order: who is the first to compile one keeps it."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if processes == 1 or session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    modules = sorted(_HERE.glob("*/test_*.py"))
+    start = len(modules) * int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) // processes
+    for path in modules[start:] + modules[:start]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # it is raised again when they are collected
+            importlib.import_module(".".join(path.relative_to(_HERE.parent).with_suffix("").parts))
 
 
 @pytest.hookimpl(trylast=True)

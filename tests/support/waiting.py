@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+_SHORTEST, _LONGEST, _GROWTH = 0.005, 0.03, 1.1  # of pauses between two looks, in seconds
+
 
 @dataclass(frozen=True)
 class Within:
@@ -19,8 +21,9 @@ class Within:
     ) -> Any:
         """Wait until the condition is true; returns its value."""
         limit = self.seconds if seconds is None else seconds
-        deadline = time.monotonic() + limit
+        deadline, pause = time.monotonic() + limit, _SHORTEST
         while not (value := condition()):
             assert time.monotonic() < deadline, f"not within {limit:g} s: {what}"
-            time.sleep(0.005)
+            time.sleep(pause)
+            pause = min(_LONGEST, pause * _GROWTH)
         return value
