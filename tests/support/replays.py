@@ -18,7 +18,7 @@ from tests.proofs import oracle, oracle_state
 from tests.support.long_tests import LONG
 from tests.support.scenes import START
 
-SEQUENCES = int(os.environ.get("REDELASTIC_REPLAY_SEQUENCES", "120" if LONG else "60"))  # of random requests, replayed
+SEQUENCES = int(os.environ.get("REDELASTIC_REPLAY_SEQUENCES", "120" if LONG else "30"))  # of random requests, replayed
 
 
 class Walk:
