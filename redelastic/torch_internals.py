@@ -107,7 +107,8 @@ rendezvous                                _rendezvous_handlers
 rendezvous                                register_rendezvous_handler             scheme handler
 """  # noqa: E501
 MESH_CACHES: Final = (  # modules of torch.distributed.tensor, and what clears a cache there
-    ("debug", "_clear_sharding_prop_cache"),
+    ("debug", "_clear_python_sharding_prop_cache"),
+    ("debug", "_clear_fast_path_sharding_prop_cache"),
     ("_redistribute", "clear_redistribute_planner_cache"),
     ("_redistribute", "_gen_transform_infos.cache_clear"),
 )
