@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -23,6 +24,7 @@ from tests.support.waiting import Within
 pytestmark = pytest.mark.timeout(150)
 
 USAGE, UNREACHABLE = 2, 3  # exit codes
+ASCII_ONLY: Final = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
 @pytest.mark.parametrize(
@@ -141,16 +143,19 @@ def test_an_interrupt_while_it_waits_for_others(server: RedisServer, tmp_path: P
 def test_an_unusual_locale_or_loglevel_does_not_stop_a_job(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('ran')")
-    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command = [*REDELASTIC_RUN, "--standalone", str(script)]
-    env = environment() | ascii_only | {"LOGLEVEL": "verbose"}
+    env = environment() | ASCII_ONLY | {"LOGLEVEL": "verbose"}
     done = subprocess.run(command, env=env, capture_output=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stdout) == (0, b"ran\n"), done.stderr
     assert done.stderr.startswith(b"LOGLEVEL='verbose' is no level of Python's logging: WARNING is used.\n")
     informed = launchers.run(command, environment() | {"LOGLEVEL": "info"}, LIMIT)
     assert (informed.returncode, informed.stdout) == (0, "ran\n"), informed.stderr
     assert informed.stderr.startswith("I")
-    env |= {"LOGLEVEL": "info"}
+
+
+@pytest.mark.long
+def test_the_help_in_an_unusual_locale() -> None:
+    env = environment() | ASCII_ONLY | {"LOGLEVEL": "info"}
     done = subprocess.run([*REDELASTIC_RUN, "--help"], env=env, capture_output=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 

@@ -41,6 +41,7 @@ class Small(AgentJob):
         return path.read_text().split() if path.exists() else []
 
 
+@pytest.mark.long
 @LIBRARIES
 @pytest.mark.fault("a node drains while the Trainer evaluates for longer than `--drain-timeout`", "it loses no step")
 def test_a_drain_during_an_evaluation_saves(library: str, server: RedisServer, tmp_path: Path) -> None:

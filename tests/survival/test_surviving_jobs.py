@@ -50,10 +50,13 @@ WORKER_KILLED: Final = pytest.mark.fault(
 def test_processes_survive_whatever_ends_their_peers(server: RedisServer, tmp_path: Path) -> None:
     """In one job: each process takes seconds to start."""
     with SurvivingJob(server, tmp_path, "2:3", conf=LONG_LEASES) as job:
+        job.tell("loader")
         job.begin("a", "b", "c")
         epoch = job.wait_round("abc")
         before = job.pids(epoch)
         [victim] = before["b"]
+        [loader] = psutil.Process(victim).children()
+        loader.suspend()  # it has the worker's connections, and does not end by itself
         variables = Path(f"/proc/{victim}/environ").read_bytes().split(b"\0")
         assert {f"{name}=0".encode() for name in NCCL_VARIABLES} <= {*variables}, "NCCL's watchdog would end it"
         os.kill(victim, signal.SIGKILL)
@@ -64,6 +67,7 @@ def test_processes_survive_whatever_ends_their_peers(server: RedisServer, tmp_pa
         assert {name: after[name] for name in "ac"} == {name: before[name] for name in "ac"}
         assert after["b"] != before["b"]
         assert [event.node for event in job.events(Failed)] == [job.events(Left)[0].node]
+        assert not loader.is_running()
 
         step = max(job.committed())
         killed, *stay = job.by_rank(epoch)

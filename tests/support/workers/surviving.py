@@ -9,6 +9,7 @@ Usage: surviving.py DIRECTORY. A new process begins with the newest checkpoint t
   lonely-NODE    each step of all ranks fails: they wait for a message that no rank sends
   stuck-NODE     the worker of that node waits before a step while this file is there, and leaves no round
   linger         the exchange of state takes longer, by as many seconds as this file says
+  loader         each worker has a data loader, whose process is forked in each round and so has the connections, too
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import redelastic
 from redelastic.data import ElasticBatches, MicroBatch
@@ -121,6 +124,10 @@ class Training:
         torch.save({name: entry.state_dict() for name, entry in self._entries.items()}, new)
         new.replace(self._checkpoint)
 
+    def _loader(self) -> Iterable[object]:
+        samples: Any = range(10**9)
+        return DataLoader(samples, num_workers=1) if (self._directory / "loader").exists() else count()
+
     def _is_asked(self, what: str) -> bool:
         return (self._directory / f"{what}-{self._node}").exists()
 
@@ -130,7 +137,7 @@ class Training:
             ddp = DistributedDataParallel(self.model)
             self._optimizer.zero_grad()  # the last round may have ended between two micro-batches
             step: list[MicroBatch] = []
-            for batch in self._batches:
+            for batch, _ in zip(self._batches, self._loader(), strict=False):
                 step.append(batch)
                 if batch.last:
                     self._fail_on_request(record)
