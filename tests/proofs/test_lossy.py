@@ -33,7 +33,7 @@ def run(operations: int, rendezvous: int, measured: Measured) -> None:
     "I8: each add, append, swap and item counts once, and replies are the right ones",
 )
 def test_operations(measured: Measured) -> None:
-    run(30_000 if LONG else 3_000, 0, measured)
+    run(30_000 if LONG else 5_000, 0, measured)
 
 
 @pytest.mark.fault(
