@@ -225,10 +225,12 @@ class AnsweredConnection(WholeConnection):
     """
 
     def on_connect_check_health(self, check_health: bool = True) -> None:
-        """Log in, and wait for an answer; see redis-py."""
+        """Log in, and have an answer; see redis-py."""
+        sent_at = self._sent_at
         super().on_connect_check_health(check_health)
-        self.send_command("PING", check_health=False)
-        self.read_response()
+        if self._sent_at == sent_at:  # there was no login, whose reply would be the answer
+            self.send_command("PING", check_health=False)
+            self.read_response()
 
 
 class TlsConnection(AnsweredConnection, rc.SSLConnection, BoundedConnection):

@@ -104,10 +104,12 @@ def test_a_refusal_that_comes_before_the_first_command(
         thread.start()
         url = f"rediss://127.0.0.1:{listener.getsockname()[1]}"
         endpoint = parse_endpoint(url, **(files(certificates) | {"ssl_cert": old}))
-        with pytest.raises(UnavailableError, match=r"(?i)TLS with Redis at .* failed: .*expired.*Check"):
-            Connection.open(endpoint, connect_timeout=10)
-        listener.shutdown(socket.SHUT_RDWR)
-    thread.join()
+        try:
+            with pytest.raises(UnavailableError, match=r"(?i)TLS with Redis at .* failed: .*expired.*Check"):
+                Connection.open(endpoint, connect_timeout=10)
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
+            thread.join()
 
 
 @pytest.mark.parametrize("speaker", WHO_SPEAKS_TLS)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-_SHORTEST, _LONGEST, _GROWTH = 0.005, 0.03, 1.1  # of pauses between two looks, in seconds
+_SHORTEST, _LONGEST = 0.005, 0.03  # pauses between two looks, in seconds
+_GROWTH = 1.1  # from one pause to the next
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from redelastic.survival.state import State, fingerprint
-from tests.support.processes import Processes
+from tests.support.processes import Outcome, Processes
 
 
 def _join(folder: str, rank: int, size: int) -> None:
@@ -176,12 +177,18 @@ def _lose_the_source(folder: str, rank: int) -> None:
     state.share()
 
 
-def test_a_state_is_torn_whose_source_dies_before_all_of_it_has_arrived(processes: Processes, tmp_path: Path) -> None:
-    (tmp_path / "alone").mkdir()
+def _outlive_the_source(processes: Processes, directory: Path, work: Callable[[str, int], object]) -> Outcome:
+    """What becomes of rank 1, when rank 0 was killed while it sent its state."""
+    (directory / "alone").mkdir()
     for rank in range(2):
-        processes.start(_lose_the_source, str(tmp_path), rank)
+        processes.start(work, str(directory), rank)
     source, receiver = processes.results()
     assert source.error == "killed"
+    return receiver
+
+
+def test_a_state_is_torn_whose_source_dies_before_all_of_it_has_arrived(processes: Processes, tmp_path: Path) -> None:
+    receiver = _outlive_the_source(processes, tmp_path, _lose_the_source)
     assert receiver.error.startswith("TornStateError: No process has the state of step 1")
 
 
@@ -209,11 +216,7 @@ def _lose_the_source_of_a_survivor(folder: str, rank: int) -> tuple[int, bool]:
     "the only worker with the newest step dies while it sends its state", "a survivor that is a step behind goes on"
 )
 def test_a_survivor_keeps_its_state_until_all_of_a_newer_one_is_there(processes: Processes, tmp_path: Path) -> None:
-    (tmp_path / "alone").mkdir()
-    for rank in range(2):
-        processes.start(_lose_the_source_of_a_survivor, str(tmp_path), rank)
-    source, survivor = processes.results()
-    assert source.error == "killed"
+    survivor = _outlive_the_source(processes, tmp_path, _lose_the_source_of_a_survivor)
     assert survivor.value == (1, True), survivor
 
 
