@@ -345,11 +345,16 @@ class RedisElasticAgent(RegroupingAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
         """Send SIGTERM, then SIGKILL after ``timeout`` seconds: to the workers, then to their remaining processes."""
         timeout = self._shutdown_timeout if timeout is None else timeout
+        self._end_workers(death_sig, timeout)
+        self._end_left_behind(timeout)
+
+    def _end_workers(self, death_sig: signal.Signals, timeout: float) -> None:
         self._monitor.allow(3 * timeout)
         self._hangs.explain(self._workers)
-        roots = self._pids().values()
         shut_down(super()._shutdown, death_sig, timeout)
-        if ended := self._tree.stop(roots, timeout):
+
+    def _end_left_behind(self, timeout: float) -> None:
+        if ended := self._tree.stop(self._pids().values(), timeout):
             log.warning("Ended processes that the workers had left behind: %s.", ", ".join(map(str, ended)))
 
     def _pids(self) -> dict[int, int]:

@@ -111,8 +111,8 @@ class NodeMonitor:
             self._forget_silent_gpus()
 
         with contextlib.ExitStack() as opened:
-            self._node.describe = self._describe
-            opened.callback(setattr, self._node, "describe", json.dumps)
+            self._node.describe, self._node.have_parked = self._describe, self._have_parked
+            opened.callback(self._node.forget_workers)
             opened.enter_context(repeat(sample_processes, interval, "processes"))
             opened.enter_context(repeat(partial(self._time.await_step, timeout=1.0), STEPS_INTERVAL, "steps"))
             if self._watches_gpus:
@@ -150,6 +150,9 @@ class NodeMonitor:
             self._gpu_usage, self._nvml_answered_at = {}, math.inf  # warn once
 
     # -- describing
+
+    def _have_parked(self) -> bool:
+        return self._workers is not None and self._workers.have_parked
 
     @property
     def worker_usage(self) -> Mapping[str, Any]:

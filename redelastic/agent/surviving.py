@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import signal
 import time
 from typing import Any, Final
 
@@ -103,7 +104,8 @@ class SurvivingAgent(RedisElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Have the workers leave the round, and enter the next one; or else start them anew.
 
-        In the second case this node leaves the run until they are ready: the other nodes do not wait for that.
+        In the second case this node leaves the run once they have ended, and until new ones are ready: the other nodes
+        wait for nothing else.
 
         Raises:
             RendezvousGracefulExitError: the other nodes have finished meanwhile.
@@ -112,10 +114,11 @@ class SurvivingAgent(RedisElasticAgent):
             worker_group.state = WorkerState.STOPPED
             self._initialize_workers(worker_group)
             return
-        self._stop_workers(worker_group)
-        worker_group.state = WorkerState.STOPPED
+        self._end_workers(signal.SIGTERM, self._shutdown_timeout)
         with contextlib.suppress(RedelasticError):  # it is out once its lease expires
             self._node.leave(Left(cause="restarts"), timeout=self._handler.settings.lease)
+        self._end_left_behind(self._shutdown_timeout)
+        worker_group.state = WorkerState.STOPPED
         try:
             self._start_ahead(worker_group)
             self._initialize_workers(worker_group)

@@ -99,7 +99,8 @@ local function record(event, node, ...)
     local last, epoch, _, count, nodes, first_fields = row_of(event)
     local is_new = not last or epoch ~= this or now - last > 1000 or now < last
     local encoded = fields[1] and as_json(fields) or '[]'
-    if last and nodes ~= '' and (is_new or event == 'left' and encoded ~= first_fields) then
+    local says_all = event == 'left' or event == 'regrouped' -- whose fields hold for all nodes of a merged event
+    if last and nodes ~= '' and (is_new or says_all and encoded ~= first_fields) then
       flush_merged_events()
       nodes = ''
     end

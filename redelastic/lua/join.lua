@@ -3,7 +3,8 @@
 --
 -- KEYS 1-11 of run.lua, 12 data of the store of round `after`, which ends now
 -- ARGV 1-19 of restore.lua, 20 after: last epoch that the node held, 0 if none, 21 endpoint, 22 label, 23 admit_timeout,
---      24 admit_interval (ms): how this node is let into a round that trains (admission.lua); both 0: at once
+--      24 admit_interval (ms): how this node is let into a round that trains (admission.lua); both 0: at once,
+--      25 1 if its workers have left round `after` and wait for the next one, else 0
 -- Reply {'complete', epoch, rank, size, master, completed_at, lost: how many nodes of the previous round did not come back,
 --        incarnation}
 --       {'waiting', epoch, last wake id, wait: ms until the rendezvous may complete, or it may be let in, by itself or -1,
@@ -62,7 +63,7 @@ renew(node, heard) -- before it is a candidate: if anything fails then, it can s
 if regroups then
   redis.call('SREM', MEMBERS, node)
   redis.call('ZADD', CANDIDATES, FORMER + rank, node)
-  record_break(false, 'regrouped', node)
+  record_break(false, 'regrouped', node, unpack(ARGV[25] == '1' and { 'parked', 1 } or {}))
   redis.call('PEXPIRE', KEYS[12], math.min(60000, run.ttl)) -- some may still read it
 elseif not is_member and not is_candidate then
   redis.call('ZADD', CANDIDATES, redis.call('HINCRBY', RUN, 'arrivals', 1), node)

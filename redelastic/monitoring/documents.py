@@ -102,6 +102,7 @@ class Failure(TypedDict):
     log: str
     waits: str
     others: list[Other]
+    survived: int
     stopped: int | None
     charged: bool | None
     excluded: bool

@@ -178,9 +178,14 @@ class Joined(Event):
 
 
 class Regrouped(Event):
-    """A member gave up its round, and waits for the next one."""
+    """A member gave up its round, and waits for the next one.
+
+    Attributes:
+        parked: whether its workers wait with it, and go on in the same processes.
+    """
 
     event: str = "regrouped"
+    parked: bool = _flag()
 
 
 class Completed(Event):

@@ -36,7 +36,8 @@ class RoundFailure:
         log: path of the failed worker's log, on its node; empty if it has none, or no worker is the cause.
         waits: which ranks waited for which in a collective, if workers hung and this is known; else empty.
         others: failures of other nodes' workers.
-        stopped: number of the round's nodes, other than the cause's, whose workers ended with it; None if not known.
+        survived: number of other nodes whose workers left the round in order to go on in the next one.
+        stopped: number of the round's nodes whose workers ended with it, without the cause's; None if not known.
         charged: whether it counts as a restart of the job; None if no agent counted it.
         excluded: whether the cause's host was excluded.
         ended: the run's end, if it ended because of it or before another round.
@@ -50,6 +51,7 @@ class RoundFailure:
     log: str = ""
     waits: str = ""
     others: Sequence[kinds.Failed] = ()
+    survived: int = 0
     stopped: int | None = None
     charged: bool | None = None
     excluded: bool = False
@@ -119,6 +121,7 @@ def failure_of(events: Sequence[Event], epoch: int) -> RoundFailure | None:
         return None
     first = None if _follows(faults[0]) else faults[0]
     node = first.node if first else ""
+    parked = {one.node for one in own if isinstance(one, kinds.Regrouped) and one.parked} - {node}
     ended = next((one for one in own if isinstance(one, kinds.Closed)), None)
     after = next((one for one in events if isinstance(one, kinds.Completed) and one.epoch > epoch), None)
     began = max(0.0, faults[0].time - fault_age(faults[0]))
@@ -129,7 +132,8 @@ def failure_of(events: Sequence[Event], epoch: int) -> RoundFailure | None:
         log=_log(own, first),
         waits=_waits(own) if hangs else "",
         others=[one for one in failed if one.node != node],
-        stopped=len({*members} - {node}) if members else None,
+        survived=len(parked),
+        stopped=len({*members} - {node} - parked) if members else None,
         charged=not any(isinstance(one, kinds.Lost) for one in faults) if failed else None,
         excluded=any(isinstance(one, kinds.Barred) and one.node == node for one in own),
         ended=ended if after is None or ended is None or ended.time <= after.time else None,
@@ -225,9 +229,10 @@ def _others_line(failure: RoundFailure) -> str:
     text = "; ".join(before + _describe_others(others) for before, others in parts if others)
     if failure.cause is None:
         return text
-    rest = (failure.stopped or 0) - len(failure.others)
-    stopped = f"the workers of {count(rest, 'more node')} ended with it" if rest > 0 else ""
-    return "; ".join(filter(None, (text, stopped)))
+    stopped = (failure.stopped or 0) - len(failure.others)
+    told = ((stopped, "ended with it"), (failure.survived, "survived it"))
+    rest = [f"the workers of {count(nodes, 'more node')} {what}" for nodes, what in told if nodes > 0]
+    return "; ".join(filter(None, (text, *rest)))
 
 
 def _describe_others(others: Sequence[kinds.Failed]) -> str:
@@ -296,4 +301,4 @@ def document(failure: RoundFailure | None) -> documents.Failure | None:
 
 
 _OF_WORKER: Final = tuple(kinds.WorkerFailure(event="").of_worker())  # fields
-_AS_THEY_ARE: Final = ("stopped", "charged", "excluded", "next_epoch", "down")
+_AS_THEY_ARE: Final = ("survived", "stopped", "charged", "excluded", "next_epoch", "down")

@@ -177,9 +177,10 @@ def _state(node: Node) -> str:
     if node.draining:
         return "draining"
     reported = str(node.status["state"])
-    if reported not in {"", "running", "waiting"}:
+    if reported not in {"", "running", "waiting", "parked"}:
         return reported
-    return {"member": "running", "spare": "spare"}.get(node.standing, "waiting")  # the reported state may be outdated
+    waiting = "parked" if reported == "parked" else "waiting"
+    return {"member": "running", "spare": "spare"}.get(node.standing, waiting)  # the reported state may be outdated
 
 
 def _worker(status: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ _BECAUSE: Final = {
 # Of kinds whose fields say no more; a reason is the sentence of others.
 _ALWAYS: Final = {
     "joined": "is new",
-    "regrouped": "waits for the next round",
     "restored": "the server had forgotten this round",
 }
 _AS_CAUSES: Final = {"joined": "waits to join", "regrouped": "regroups"}
@@ -117,6 +116,11 @@ def _(event: events.Outage) -> str:
     if event.back_ms is not None:
         return f"the server's clock went back by {_seconds(event.back_ms)}: every lease starts anew"
     return f"no heartbeat for {_seconds(event.away_ms)}: every lease starts anew"
+
+
+@sentence.register
+def _(event: events.Regrouped) -> str:
+    return "parks its workers until the next round" if event.parked else "waits for the next round"
 
 
 @sentence.register

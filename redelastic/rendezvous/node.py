@@ -117,6 +117,7 @@ class Node:
         run_id: the run's id.
         connection, settings, host: as given.
         describe: serializes the status that heartbeats carry.
+        have_parked: whether its workers have left their round, and wait for the next one.
         stopped: whether this process gives the node up: nothing renews its lease.
     """
 
@@ -125,13 +126,18 @@ class Node:
         self.settings = settings
         self.host = check_key_part("address of this node", host)
         self.run_id = keys.run_id
-        self.describe: Callable[[dict[str, Any]], str] = json.dumps
+        self.forget_workers()
         self.stopped = threading.Event()
         self.wake_key = keys.wake.encode()
         self._run_keys = keys
         self.watch = Watch(keys.run_id, self._new_id())
 
     # -- its identity, and what it tells
+
+    def forget_workers(self) -> None:
+        """Tell nothing of workers until :attr:`describe` and :attr:`have_parked` are set."""
+        self.describe: Callable[[dict[str, Any]], str] = json.dumps
+        self.have_parked: Callable[[], bool] = lambda: False
 
     def _new_id(self) -> str:
         return f"{self.settings.node_name}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
@@ -163,7 +169,8 @@ class Node:
         view, name = self.view, self.settings.node_name
         status: dict[str, Any] = {"name": name, "host": self.host, "pid": os.getpid()}
         held = view.round
-        status["state"] = "running" if held and not view.joining else "waiting"
+        waiting = "parked" if held and self.have_parked() else "waiting"
+        status["state"] = "running" if held and not view.joining else waiting
         return status | {"epoch": held.epoch, "rank": held.rank, "size": held.size} if held else status
 
     def known(self, view: View) -> Known:
@@ -226,7 +233,8 @@ class Node:
         """
         s = self.settings
         admission = -1 if s.admit_timeout == math.inf else round(1000 * s.admit_timeout), round(1000 * s.admit_interval)
-        args = [*self.known(view), view.epoch_held, f"{self.host} {port}", s.topology, *admission]
+        parked = int(self.have_parked())
+        args = [*self.known(view), view.epoch_held, f"{self.host} {port}", s.topology, *admission, parked]
         keys = [*self._keys_of(view.node), self._run_keys.store(view.epoch_held).data]
         return replies.decode_join(self.call(scripts.JOIN, keys, args, 0))
 

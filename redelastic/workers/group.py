@@ -93,6 +93,11 @@ class Workers:
         """The workers that survive and are in no round now, by local rank."""
         return self.channels.parked if self.channels else {}
 
+    @property
+    def have_parked(self) -> bool:
+        """Whether all of them survive and are in no round now."""
+        return self.channels is not None and self.channels.are_parked and not any(map(self.ended, self.pids))
+
     def started(self, pids: Mapping[int, int]) -> None:
         """Begin to watch."""
         self._started_at = time.monotonic()

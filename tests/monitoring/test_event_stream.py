@@ -63,11 +63,12 @@ class Crowd:
         keys += [] if store is None else [self._keys.store(store).data]
         self._client.eval(on_injected_clock(script.text), len(keys), *keys, *args)
 
-    def join(self, n: int = N, after: int = 0, most: int = N) -> None:
+    def join(self, n: int = N, after: int = 0, most: int = N, parked: int = 0) -> None:
+        """The workers of the first ``parked`` nodes wait for the next round."""
         settings = (most, most, 30_000, 0, 6_000, 2_000, 60_000)
-        for name in self.names[:n]:
+        for i, name in enumerate(self.names[:n]):
             known = NOTHING._replace(incarnation=self.names[0])  # which creates the run
-            args = (name, "{}", *settings, *known, after, f"{name} 1", "")
+            args = (name, "{}", *settings, *known, after, f"{name} 1", "", 0, 0, int(i < parked))
             self._send(scripts.JOIN, name, *args, store=after)
 
     def note_of(self, i: int, event: str) -> None:
@@ -133,6 +134,13 @@ def test_new_and_regrouping_nodes_are_merged_separately(crowd: Crowd, control: R
     assert [event.breaks for event in events if isinstance(event, Regrouped)] == [True] + [False] * (FEW + 3)
     assert [event.epoch for event in events if isinstance(event, Completed)] == [1, 2]
     assert [*replay(events).rounds[-1].members] == crowd.names
+
+
+def test_nodes_whose_workers_have_parked_are_merged_apart(crowd: Crowd, control: RunControl) -> None:
+    crowd.join()
+    crowd.join(after=1, parked=N // 2)
+    regrouped = [one for event in control.events() for one in event.each() if isinstance(one, Regrouped)]
+    assert [(one.node, one.parked) for one in regrouped] == [(name, i < N // 2) for i, name in enumerate(crowd.names)]
 
 
 def test_a_heartbeat_flushes_merged_events(crowd: Crowd, control: RunControl, new_node: NodeFactory) -> None:

@@ -104,6 +104,18 @@ def test_a_failure_that_names_no_peer_may_have_a_cause_of_its_own() -> None:
     assert card(RAISED, FOLLOWED, own)["others"] == others
 
 
+def test_workers_that_have_parked_did_not_end_with_the_round() -> None:
+    lost = event(13, "lost", A, cause="lease", silent_ms=6000, breaks=1)
+    assert card(lost)["others"] == "the workers of 2 more nodes ended with it"
+    parked = event(13.1, "regrouped", B, parked=1)
+    assert (
+        card(lost, parked)["others"]
+        == "the workers of 1 more node ended with it; the workers of 1 more node survived it"
+    )
+    both = card(RAISED, parked, event(13.1, "regrouped", C, parked=1), completed(13.2, 2, [B, C]))
+    assert both["others"] == "the workers of 2 more nodes survived it"
+
+
 def test_a_spare_that_is_lost_is_no_cause() -> None:
     assert last_failure([completed(0, members=[A, B]), event(13, "lost", C, cause="lease", silent_ms=6000)]) is None
 

@@ -91,7 +91,7 @@ def join(state: State, now: int, request: Join) -> tuple[State, Reply]:
     next_step = None
     if (request.admit_timeout or request.admit_interval) and not was_member and newcomers(s):
         begins = not was_there and len(newcomers(s)) == 1
-        next_step = await_admission(s, now, node, *request[6:], begins=begins)
+        next_step = await_admission(s, now, node, request.admit_timeout, request.admit_interval, begins=begins)
     try_complete(s, now)
 
     if s.epoch > request.after and node in s.members:
@@ -116,7 +116,7 @@ def _enter(s: State, node: str, request: Join) -> None:
     if node in s.members and s.epoch <= request.after:  # it gives its round up
         s.members.remove(node)
         s.candidates[node] = FORMER + s.ranks[node]
-        record_break(s, "regrouped", node)
+        record_break(s, "regrouped", node, *(("parked", "1") if request.parked else ()))
     elif node in s.members or node in s.candidates:
         return  # asked again, or a late copy, whose endpoint is gone by now
     else:

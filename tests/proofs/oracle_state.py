@@ -193,6 +193,7 @@ class Join(NamedTuple):
     known: Known = NOTHING
     admit_timeout: int = 0  # how long members' workers have to save before the node is let in,
     admit_interval: int = 0  # and how old their round has to be
+    parked: int = 0  # 1 if its workers wait for the next round
 
 
 class Beat(NamedTuple):

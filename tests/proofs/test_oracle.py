@@ -119,7 +119,8 @@ class Equivalence(RuleBasedStateMachine):
     def join(self, node: str, label: str, lost: bool, aside: str = "") -> None:
         endpoint = f"{node} {40_000 + len(self.sent)}"
         known = self.known(node, aside)
-        self.send_new(Join(node, self.last[node], endpoint, label, self.settings, known, *self.admit), lost)
+        parked = len(self.sent) % 2
+        self.send_new(Join(node, self.last[node], endpoint, label, self.settings, known, *self.admit, parked), lost)
 
     @rule(lost=st.booleans())
     def all_candidates_ask_again(self, lost: bool) -> None:

@@ -6,13 +6,14 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 import pytest
 
 from redelastic.agent.surviving import NCCL_VARIABLES
 from redelastic.monitoring.events import Failed, Left, Progressed, Started, Stopped
+from redelastic.monitoring.report import describe
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, FAILED, NO_PROGRESS, STOPPED
@@ -37,6 +38,16 @@ def losing_job(server: RedisServer, tmp_path: Path) -> Iterator[SurvivingJob]:
         yield job
 
 
+def status(job: SurvivingJob) -> dict[str, Any]:
+    """What `redelastic status --json` prints."""
+    run = job.control.state()
+    return describe(run, job.control.events(), run.time)
+
+
+def states(job: SurvivingJob) -> dict[str, str]:
+    return {node["name"]: node["state"] for node in status(job)["nodes"]}
+
+
 NODE_KILLED: Final = pytest.mark.fault(
     "a node is killed whose peers' workers survive", "the same processes go on from the newest step"
 )
@@ -49,32 +60,36 @@ WORKER_KILLED: Final = pytest.mark.fault(
 @WORKER_KILLED
 def test_processes_survive_whatever_ends_their_peers(server: RedisServer, tmp_path: Path) -> None:
     """In one job: each process takes seconds to start."""
-    with SurvivingJob(server, tmp_path, "2:3", conf=LONG_LEASES) as job:
+    with SurvivingJob(server, tmp_path, "2:3", conf={**LONG_LEASES, "last_call_timeout": 2}) as job:
         job.tell("loader")
         job.begin("a", "b", "c")
         epoch = job.wait_round("abc")
         before = job.pids(epoch)
         [victim] = before["b"]
         [loader] = psutil.Process(victim).children()
+        job.tell("late-b")
         loader.suspend()  # it has the worker's connections, and does not end by itself
         variables = Path(f"/proc/{victim}/environ").read_bytes().split(b"\0")
         assert {f"{name}=0".encode() for name in NCCL_VARIABLES} <= {*variables}, "NCCL's watchdog would end it"
         os.kill(victim, signal.SIGKILL)
         epoch = job.wait_round("ac", epoch)
         assert job.pids(epoch) == {name: before[name] for name in "ac"}
-        epoch = job.wait_round("abc", epoch)
-        after = job.pids(epoch)
-        assert {name: after[name] for name in "ac"} == {name: before[name] for name in "ac"}
-        assert after["b"] != before["b"]
-        assert [event.node for event in job.events(Failed)] == [job.events(Left)[0].node]
-        assert not loader.is_running()
+        assert loader.is_running(), "they do not wait for its end, as their node does"
+        loader.kill()
 
         step = max(job.committed())
-        killed, *stay = job.by_rank(epoch)
+        killed, other = job.by_rank(epoch)
         killed.kill()
-        left = [node.name for node in stay]
+        job.wait("the last node has parked", lambda: states(job) == {other.name: "parked"})
+        assert dict(status(job)["failure"]["lines"])["others"] == "the workers of 1 more node survived it"
+        (tmp_path / "late-b").unlink()
+        left = ["b", other.name]
         epoch = job.wait_round(left, epoch)
-        assert job.pids(epoch) == {name: after[name] for name in left}
+        after = job.pids(epoch)
+        assert after[other.name] == before[other.name]
+        assert after["b"] != before["b"]
+        assert [event.node for event in job.events(Failed)] == [job.events(Left)[0].node]
+        assert states(job) == dict.fromkeys(left, "running")
         assert min(line.step for line in job.lines("start") if line.epoch == epoch) >= step
         job.end(*left)
         progressed = job.events(Progressed)

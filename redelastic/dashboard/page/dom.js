@@ -47,7 +47,7 @@ export function shape(name) {
 const LOOKS = {
   __proto__: null, // a state may be called as a property of every object is
   running: ["good", "disc"], completed: ["good", "tick"], started: ["good", "disc"], readmitted: ["good", "tick"],
-  forming: ["warn", "half"], regrouping: ["warn", "half"], draining: ["warn", "diamond"], drain: ["warn", "diamond"],
+  forming: ["warn", "half"], regrouping: ["warn", "half"], parked: ["warn", "half"], draining: ["warn", "diamond"], drain: ["warn", "diamond"],
   save: ["calm", "diamond"], admitted: ["good", "ring"],
   outage: ["warn", "square"], cleared: ["warn", "square"], saved: ["calm", "tick"], left: ["calm", "ring"], joined: ["calm", "ring"],
   waiting: ["calm", "ring"], spare: ["calm", "ring"], closed: ["calm", "tick"], empty: ["calm", "ring"],

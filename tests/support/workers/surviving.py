@@ -8,6 +8,7 @@ Usage: surviving.py DIRECTORY. A new process begins with the newest checkpoint t
   poison-NODE    it does so at the step that this file names, each time
   lonely-NODE    each step of all ranks fails: they wait for a message that no rank sends
   stuck-NODE     the worker of that node waits before a step while this file is there, and leaves no round
+  late-NODE      a new worker of that node is not ready while this file is there
   linger         the exchange of state takes longer, by as many seconds as this file says
   loader         each worker has a data loader, whose process is forked in each round and so has the connections, too
 """
@@ -191,6 +192,8 @@ def main(directory: Path) -> None:
 
     os.environ["NCCL_HOSTID"] = os.environ["TEST_NODE"]  # nodes share one GPU, which NCCL refuses to ranks of one host
     training = Training(directory, Recorder)
+    while (directory / f"late-{os.environ['TEST_NODE']}").exists():
+        time.sleep(PACE)
     redelastic.survive(training.train, training.state, verify=True)
     step = training.state.step
     Recorder(directory)("end", step=step)
