@@ -34,7 +34,7 @@ CLIENT_TIMEOUT: Final = 10.0  # for a client to send a request and to read the a
 MAX_CLIENTS: Final = 64  # at once; the endpoint hangs up on others
 MAX_OF_ADDRESS: Final = 16  # at once, of one address
 POLL_INTERVAL: Final = 0.2  # how soon the server notices that it must stop, in seconds
-STATES: Final = ("waiting", "running", "draining", "barred", "refused")
+STATES: Final = ("waiting", "running", "parked", "draining", "barred", "refused")
 PLAIN_TEXT: Final = "text/plain; charset=utf-8"
 
 

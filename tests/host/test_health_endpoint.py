@@ -139,7 +139,7 @@ def test_metrics_carry_the_whole_status_in_base_units(endpoint: HealthEndpoint) 
         ("node_info", labels(id="host-1-ab")): 1,
         **{
             ("node_state", labels(state=state)): float(state == "draining")
-            for state in ("waiting", "running", "draining", "barred", "refused")
+            for state in ("waiting", "running", "parked", "draining", "barred", "refused")
         },
         ("epoch", labels()): 7,
         ("rank", labels()): 1,
