@@ -69,7 +69,8 @@ ANOTHER: Final = Action(2.5, "start", "n4")
 DRILLS: Final = {
     "I1: completes over members": drill(ANOTHER),
     "I1: completes while a round is put back": drill(
-        *(Action(2.45, "freeze", "n1"), ANOTHER, Action(2.9, "flush"), Action(3.85, "thaw", "n1")),
+        *(ANOTHER, Action(2.5, "asked", "n4"), Action(2.5, "freeze", "n1")),
+        *(Action(2.8, "flush"), Action(2.8, "entered", "n4"), Action(2.8, "thaw", "n1")),
         seconds=4.0,
         interval=0.6,
         lease=2.4,  # the first node is silent for less than that
