@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import sys
-import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support import launchers
-
-LAST_PID = Path("/proc/sys/kernel/ns_last_pid")  # the next process gets the next number that is free
 
 
 def test_imports_of_tests_do_not_prevent_forked_launchers() -> None:
@@ -23,26 +24,28 @@ def test_imports_of_tests_do_not_prevent_forked_launchers() -> None:
     assert template.fits([sys.executable, "-m", "redelastic", "run"], environment)
 
 
-@pytest.mark.skipif(not os.access(LAST_PID, os.W_OK), reason="pids cannot be chosen here")
-def test_a_launcher_with_the_pid_of_an_earlier_one_has_not_ended() -> None:
-    with tempfile.TemporaryFile() as out:
+def test_a_launcher_with_the_pid_of_an_earlier_one_has_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pids are made up: to choose a real one, for a moment all new processes get those of other tests' dead ones."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(tmp_path / "socket"))
+    listener.listen()
+    monkeypatch.setenv(launchers.ADDRESS_VARIABLE, str(tmp_path / "socket"))
+    with listener, ThreadPoolExecutor() as pool:
+        accepted = pool.submit(lambda: listener.accept()[0])
 
-        def start(module: str) -> launchers.Launcher:
-            command, environment = [sys.executable, "-m", module], {**os.environ, "OMP_NUM_THREADS": "1"}
-            return launchers.template().start(command, environment, [out.fileno()] * 3, Path.cwd())
+        def say(**message: Any) -> None:
+            accepted.result(10).send(json.dumps(message).encode())
 
-        earlier = start("platform")
-        assert earlier.wait(60) == 0
-        while True:  # another process may get the number first
-            LAST_PID.write_text(str(earlier.pid - 1))
-            later = start("http.server")
-            if later.pid == earlier.pid:
-                break
-            later.kill()
-            later.wait(60)
-        try:
-            assert later.poll() is None
-        finally:
-            later.kill()
-        assert later.wait(60) == -9
-        assert earlier.poll() == 0
+        pool.submit(say, template=1, variables={})
+        template = launchers.Template()
+        with accepted.result(10):
+            say(pid=7)
+            earlier = template.start([sys.executable, "-m", "platform"], {}, [0], tmp_path)
+            say(ended=7, status=0)
+            say(pid=7)
+            later = template.start([sys.executable, "-m", "platform"], {}, [0], tmp_path)
+            assert (earlier.poll(), later.poll()) == (0, None)
+            say(ended=7, status=-9)
+            assert (earlier.wait(10), later.wait(10)) == (0, -9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import subprocess
 import sys
@@ -194,13 +195,15 @@ def start_with_pid(pid: int, began: float, command: list[str]) -> psutil.Popen:
     """
     last = Path("/proc/sys/kernel/ns_last_pid")
     for _ in range(200):
-        newest = last.read_text()
-        try:
-            last.write_text(str(pid - 1))
-        except OSError as e:
-            pytest.skip(f"the next pid cannot be chosen here: {e}")
-        child = psutil.Popen(command, start_new_session=True)
-        last.write_text(newest)  # else the next processes would get pids of other tests' dead processes
+        with last.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # two tests would take back each other's number
+            newest = file.read()
+            try:
+                last.write_text(str(pid - 1))
+            except OSError as e:
+                pytest.skip(f"the next pid cannot be chosen here: {e}")
+            child = psutil.Popen(command, start_new_session=True)
+            last.write_text(newest)  # else the next processes would get pids of other tests' dead processes
         if child.pid == pid and reaper.processes()[pid].start != began:
             return child
         child.kill()
