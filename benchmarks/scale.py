@@ -40,7 +40,7 @@ ROLL_CALL_TIMEOUT: Final = 5.0
 # Nodes -> how many groups, and the interval. 10,000 nodes that beat every 2 s are too many for the single process that
 # simulates them: it computes more than Redis does.
 SIZES: Final = {64: (5, INTERVAL), 256: (5, INTERVAL), 1024: (4, INTERVAL), 4096: (3, INTERVAL), 10_000: (2, 5.0)}
-QUICK: Final = {16: (2, 0.5), 64: (2, 0.5)}
+QUICK: Final = {16: (2, INTERVAL), 64: (2, INTERVAL)}
 LIMIT: Final = 100  # seconds for one size
 
 Found = dict[str, list[float]]  # what each group of one size took

@@ -193,8 +193,9 @@ class SimulatedNode(asyncio.Protocol):
         try:
             self.node.call_roll(time.monotonic())
         except Sent as sent:
-            reply = replies.RollCall(*client.execute_command(*sent.args[0]))
-            self.node.watch.update(View.apply_roll_call, reply)
+            if not (reply := client.execute_command(*sent.args[0])):
+                raise RuntimeError("no roll call was held: Redis was away, or the round is over") from None
+            self.node.watch.update(View.apply_roll_call, replies.RollCall(*reply))
 
     @property
     def has_verdict(self) -> bool:

@@ -15,7 +15,7 @@ import pytest
 from tests.proofs.soak.__main__ import main
 from tests.proofs.soak.checker import check
 from tests.proofs.soak.history import Event
-from tests.proofs.soak.node import DEFECTS
+from tests.proofs.soak.node import DEFECTS, with_text
 from tests.proofs.soak.schedule import Action, Episode, episodes, plan
 from tests.proofs.soak.session import soak, stage
 from tests.proofs.soak.story import Story
@@ -91,6 +91,10 @@ DRILLS: Final = {
 def drilled(defect: str, folder: Path) -> list[Event]:
     with stage(folder, defect) as play:
         return play(DRILLS[defect], patience=1.5)
+
+
+def test_the_scripts_have_a_place_for_each_defect() -> None:
+    assert [old for changes in DEFECTS.values() for old, _ in changes if not with_text(old)] == []
 
 
 @pytest.mark.parametrize("defect", quick_first(DEFECTS, 2))
