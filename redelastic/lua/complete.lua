@@ -11,12 +11,13 @@ end
 
 -- Removes members and candidates whose lease has run out. If no node at all was heard for longer than a heartbeat
 -- interval allows, or the clock went back, it was the server that was away: no node is judged, every lease starts anew.
--- `steady`: the calling node has not lost Redis lately. Returns whether the server was away.
+-- `steady`: the calling node has not lost Redis lately.
 local function reap(steady)
   local silence = run.beat_at and now - run.beat_at or 0
   set('beat_at', now) -- first: a server without memory refuses this, and so the whole script, before any node is judged
   local was_away = run.interval and (silence > 1.5 * run.interval or silence < 0)
   if was_away then
+    set('outage_at', now)
     local nodes = redis.call('ZRANGE', LEASES, 0, -1)
     lease_until(now + run.lease, nodes)
     end_roll_call()
@@ -57,7 +58,6 @@ local function reap(steady)
   if run.flush_at and now >= run.flush_at then
     flush_merged_events()
   end
-  return was_away
 end
 
 -- Former members keep their rank if it is below n; holes are filled by label, then by place among the candidates.

@@ -5,14 +5,15 @@
 -- KEYS 1-11 of run.lua
 -- ARGV 1 node, 2 epoch, 3 ago: how long ago its workers failed (ms), 4 timeout (ms)
 -- Reply {when they failed (ms of the server's clock), answered: 1 if every node has answered since, else 0}, or {} if the
---       leases have to decide: the node is not a member, the run is closed, or Redis was away
+--       leases have to decide: the node is not a member, the run is closed, or Redis was away when the workers failed
 -- I4 I7 I8 I9
 local node, epoch, failed_at, timeout = ARGV[1], tonumber(ARGV[2]), now - ARGV[3], tonumber(ARGV[4])
 
 if not run.ttl then
   return {} -- nothing of this run is on the server
 end
-local was_away = reap(true)
+reap(true)
+local was_away = run.outage_at and failed_at <= run.outage_at -- the others may still be looking for Redis
 local refused = was_away or epoch ~= run.epoch or run.closed or run.restoring
   or redis.call('SISMEMBER', MEMBERS, node) == 0
 if not refused then

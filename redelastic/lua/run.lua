@@ -1,7 +1,7 @@
 -- run: the start of every verb of a run: its keys, the server's clock, and the run's record.
 --
 -- KEYS 1 run (hash)          protocol, incarnation (the node that created the run), created_at, epoch, size, master and settings of the
---                            run; closed, broken, deadline, beat_at, restoring; admit_from, admit_by, save (admission.lua)
+--                            run; closed, broken, deadline, beat_at, outage_at, restoring; admit_from, admit_by, save (admission.lua)
 --      2 ranks (zset)        node -> rank when the last round was completed: unchanged until the next one is
 --      3 members (set)       nodes of `ranks` that still hold the round: they have not rejoined, left or lost their lease
 --      4 candidates (zset)   nodes blocked in a join; former members by rank (below zero), then the others by arrival
@@ -25,7 +25,7 @@ local TEXTS = 11 -- this many fields are text, the others numbers
 local FIELDS = { 'closed', 'stop', 'broken', 'member_lost', 'blamed', 'blamed_node', 'mark', 'roll_called_by', 'roll_again',
   'incarnation', 'save', 'protocol', 'created_at', 'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'admit_from', 'admit_by', 'beat_at', 'charged',
   'restarts', 'idle', 'progress', 'judged', 'stepped', 'failed_at', 'restoring', 'roll_called_at', 'roll_timeout', 'roll_until', 'roll_last_chance',
-  'roll_answered', 'written', 'flush_at' }
+  'roll_answered', 'outage_at', 'written', 'flush_at' }
 local run = {}
 local values = redis.call('HMGET', RUN, unpack(FIELDS))
 for i = 1, #FIELDS do

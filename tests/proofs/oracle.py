@@ -252,7 +252,8 @@ def roll_call(state: State, now: int, request: RollCall) -> tuple[State, Reply]:
     s, node, failed_at = state.copy(), request.node, now - request.ago
     if s.ttl is None:
         return s, ()  # the run does not exist
-    was_away = reap(s, now, steady=1)
+    reap(s, now, steady=1)
+    was_away = s.outage_at is not None and failed_at <= s.outage_at  # I9: the others may still be looking for Redis
     refused = was_away or request.epoch != s.epoch or s.closed is not None or s.restoring is not None
     refused = refused or node not in s.members
     if not refused:

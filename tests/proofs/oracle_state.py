@@ -140,6 +140,7 @@ class State:
     roll_last_chance: int | None = None  # 1: the end was put off once
     roll_again: str | None = None  # a node whose workers have failed since it was opened
     roll_answered: int | None = None  # when this round's last fully answered roll call was opened
+    outage_at: int | None = None  # when it was last found that Redis was away
     wake: tuple[Wake | SaveWake | DrainWake | RollCallWake, ...] = ()
     events: tuple[Event, ...] = ()
 

@@ -262,14 +262,12 @@ def roll_call_is_over(s: State, now: int) -> bool:
     return s.roll_until is None
 
 
-def reap(s: State, now: int, *, steady: int) -> bool:
-    """I7: nodes that have not renewed are out. I9: unless none could, as the server was away or its clock went back.
-
-    Returns whether none could.
-    """
+def reap(s: State, now: int, *, steady: int) -> None:
+    """I7: nodes that have not renewed are out. I9: unless none could, as the server was away or its clock went back."""
     silence = 0 if s.beat_at is None else now - s.beat_at
     s.beat_at = now
     if s.settings and (silence > 1.5 * s.settings.interval or silence < 0):
+        s.outage_at = now
         if s.leases:
             record(s, "outage", "", "away_ms" if silence > 0 else "back_ms", abs(silence))
         s.leases = dict.fromkeys(s.leases, now + s.settings.lease)
@@ -277,7 +275,7 @@ def reap(s: State, now: int, *, steady: int) -> bool:
         if silence < 0:
             s.deadline = s.roll_answered = s.admit_from = s.admit_by = None  # they were set by another clock
         s.restoring = None if s.restoring is None else now + s.settings.lease
-        return True
+        return
     judge_roll_call(s, now, steady=steady)
     for node in sorted((node for node, at in s.leases.items() if at <= now), key=lambda node: (s.leases[node], node)):
         if s.roll_called_at is not None and s.leases[node] == s.roll_until:
@@ -293,7 +291,6 @@ def reap(s: State, now: int, *, steady: int) -> bool:
             record_break(s, "missing", "", "missing", missing, innocent=True)
     if s.settings and len(s.candidates) < s.settings.min:
         s.deadline = None  # the next node begins a new last call
-    return False
 
 
 def try_complete(s: State, now: int) -> None:

@@ -74,6 +74,7 @@ FIELDS: Final = (  # of the run's hash, and of the oracle's state alike
         "roll_last_chance",
         "roll_again",
         "roll_answered",
+        "outage_at",
     ),
 )
 
