@@ -327,7 +327,7 @@ class Equivalence(RuleBasedStateMachine):
             self.send_new(Beat(node, self.settings, known._replace(**{wrong: value})))
 
 
-@pytest.mark.timeout(600)  # half a minute on an idle machine
+@pytest.mark.timeout(600 + EXAMPLES / 5)
 def test_the_lua_does_what_the_oracle_says(client: redis.Redis) -> None:
     class Machine(Equivalence):
         connect = staticmethod(lambda: client)

@@ -93,6 +93,7 @@ def reference(steps: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)  # above what waits take together
 @pytest.mark.fault(
     "nodes freeze, die, join and drain in a job of HSDP whose workers survive",
     "the others keep their processes, and train as one process does",
