@@ -253,6 +253,7 @@ def test_a_heartbeat_carries_the_status_of_its_node(server: RedisServer, tmp_pat
         assert job.wait_end("a") == 0
 
 
+@pytest.mark.long
 def test_standalone_needs_no_server_and_no_run_id(tmp_path: Path) -> None:
     """It starts an embedded server; two workers train on gloo."""
     (tmp_path / "finish").touch()

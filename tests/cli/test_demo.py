@@ -18,7 +18,6 @@ import pytest
 
 from redelastic.cli import main
 from tests.support.commands import until
-from tests.support.long_tests import quick_first
 
 ENTRY_POINT = "import sys; from redelastic.cli import main; sys.exit(main())"
 TRAINING = "redelastic.cli.demo.train"
@@ -165,7 +164,8 @@ def test_the_others_survive_and_lose_no_step(demo: Demo) -> None:
     demo.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("number", quick_first([signal.SIGINT, signal.SIGTERM]))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.long
 def test_an_interrupted_demo_leaves_nothing(demo: Demo, number: signal.Signals) -> None:
     process = demo.start("--nodes=2")
     assert process.stdout is not None

@@ -148,6 +148,13 @@ def test_an_unusual_locale_or_loglevel_does_not_stop_a_job(tmp_path: Path) -> No
     done = subprocess.run(command, env=env, capture_output=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stdout) == (0, b"ran\n"), done.stderr
     assert done.stderr.startswith(b"LOGLEVEL='verbose' is no level of Python's logging: WARNING is used.\n")
+
+
+@pytest.mark.long
+def test_loglevel_sets_what_is_logged(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('ran')")
+    command = [*REDELASTIC_RUN, "--standalone", str(script)]
     informed = launchers.run(command, environment() | {"LOGLEVEL": "info"}, LIMIT)
     assert (informed.returncode, informed.stdout) == (0, "ran\n"), informed.stderr
     assert informed.stderr.startswith("I")

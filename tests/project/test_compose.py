@@ -217,7 +217,7 @@ def test_job_outlives_its_containers(new_job: Callable[..., ComposeJob]) -> None
     reasons = [(e["node"][:12], e["event"], e["text"]) for e in events]
     assert (first.container, "started", "rank 0 of 3") in reasons
     [lost] = [reason for node, event, reason in reasons if (node, event) == (first.container, "lost")]
-    assert lost.startswith("did not answer the roll call of "), "a worker of another node failed at once"
+    assert lost.startswith("did not answer the roll call of "), reasons  # a worker of another node failed at once
     assert (stopped, "left", "drained: SIGTERM") in reasons
 
 

@@ -44,6 +44,7 @@ OTHERS = {
         "--strict",
         "--keep",
         "--no-cache-dir",
+        "--no-compile",
         "--no-deps",
         "--simulated",
     ),

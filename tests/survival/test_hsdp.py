@@ -21,6 +21,7 @@ EDITS = {  # double precision, a checkpoint of each step, and a last step that a
     "PACE = 0.1": "PACE = 0.02",
     "state.step < STEPS:": 'state.step < int((checkpoints / "last").read_text()):',
 }
+START_TIMEOUT = 150.0  # for a node and its workers, which import torch beside others that train, in seconds
 MORE = 20  # steps until the last one, when a job is to finish
 
 
@@ -70,7 +71,7 @@ class HsdpJob(AgentJob):
             found = {event.node[0]: event.survived for event in events if event.epoch == newest}
             return found if found.keys() == set(names) else {}
 
-        return self.wait(f"there is a round of {names}", started)
+        return self.wait(f"there is a round of {names}", started, START_TIMEOUT)
 
     def _parameters(self, step: int) -> list[torch.Tensor]:
         """The parameters after a step, of both shards."""
@@ -93,7 +94,7 @@ def reference(steps: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)  # above what waits take together
+@pytest.mark.timeout(900)  # above what waits take together
 @pytest.mark.fault(
     "nodes freeze, die, join and drain in a job of HSDP whose workers survive",
     "the others keep their processes, and train as one process does",
