@@ -135,6 +135,7 @@ def main() -> int:
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as made:
         folder = options.json or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
         found = {
             name: measure(name, folder / f"{name}.json", quick=options.quick, limit=options.limit or LIMITS[name])
             for name in names

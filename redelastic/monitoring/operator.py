@@ -205,14 +205,13 @@ class Run:
         return found
 
     def follow(self, after: str = "") -> Iterator[Event]:
-        """What happens from now on, as it comes, for ever; an outage of Redis is sat out.
+        """What happens from this call on, as it comes, for ever; an outage of Redis is sat out.
 
         Args:
             after: id of the last event that the caller has seen; "0" for all; empty for those to come.
         """
-        for seen in self.control.follow(after or self.last_event_id()):
-            if not isinstance(seen, Exception):
-                yield from seen
+        following = self.control.follow(after or self.last_event_id())  # at once, not when the first event is asked for
+        return (event for seen in following if not isinstance(seen, Exception) for event in seen)
 
     def last_event_id(self) -> str:
         """The id to follow from if only new events matter."""

@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from typing import Final
 
 DESCRIPTORS: Final = "/proc/self/fd"
-QUIET_TIMEOUT: Final = 1.0  # how long to wait for the traffic to stop before a cut, in seconds
+CUT_INTERVAL: Final = 0.002  # between two cuts of a group's sockets, in seconds
+QUIET: Final = 0.01  # without traffic before a cut, in seconds
+QUIET_TIMEOUT: Final = 3.0  # how long to wait for that, in seconds
+# The same in times of how late a cut was: where this thread waits for a processor, a peer's may, amid a message.
+LATE: Final = 4
 COUNTERS: Final = slice(120, 136)  # in Linux' tcp_info: bytes acknowledged, bytes received
 
 
@@ -26,7 +30,8 @@ class Cutter:
     Only reading is shut down: with writing too, a thread of gloo can miss its wake-up, and waits in
     ``UnboundBuffer::waitSend`` for ever. Listening sockets are left alone: gloo aborts the process if one fails.
     Nothing is cut amid a message, as gloo wakes no thread that waits for the rest of one: the peers that live send
-    theirs to the end, and then wait as this process does. Only a peer that died amid a message leaves a thread waiting.
+    theirs to the end, and then wait as this process does. A peer that dies amid a message, or stands still there for
+    longer than a cut waits, leaves a thread waiting.
     """
 
     def __init__(self) -> None:
@@ -34,23 +39,31 @@ class Cutter:
         self._own: set[tuple[int, int]] | None = None
         self._lock = threading.Lock()  # one thread cuts while another holds
         self._held: dict[int, int] = {}  # descriptors, by inode; socket.dup() would make gloo's sockets blocking
-        self._begun = 0.0  # when the first cut was asked for, on the monotonic clock; 0 before
         self._traffic: dict[int, bytes] = {}  # of each socket when it was last looked at, by inode
+        self._begun = self._changed = 0.0  # of the first cut, and of the last traffic, on the monotonic clock
+        self._ended = self._late = 0.0  # of the last cut; the longest that one came too late, in seconds
 
     def mark(self) -> None:
         """Cut no later sockets than those that exist now: they may be the script's own."""
         self._own = _sockets() - self._before
 
     def cut(self) -> None:
-        """Cut the sockets once no traffic is on them; call it every few milliseconds until the operations fail."""
-        self._begun = self._begun or time.monotonic()
+        """Cut the sockets once they are quiet; call it every ``CUT_INTERVAL`` until the operations fail."""
+        now = time.monotonic()
+        if self._begun:
+            self._late = max(self._late, now - self._ended - CUT_INTERVAL)
+        else:
+            self._begun = now
         with self._lock, self._open() as connections:
             before, self._traffic = self._traffic, {inode: _counters(one) for inode, one in connections.items()}
-            if self._traffic == before or time.monotonic() - self._begun > QUIET_TIMEOUT:
+            if self._traffic != before:
+                self._changed = now
+            if now - self._changed > QUIET + LATE * self._late or now - self._begun > QUIET_TIMEOUT:
                 for inode, connection in connections.items():
                     with contextlib.suppress(OSError):  # it has no peer any more
                         connection.shutdown(socket.SHUT_RD)
                         self._held[inode] = os.dup(connection.fileno())
+        self._ended = time.monotonic()
 
     def hold(self) -> None:
         """Hold back all descriptors, before the group is destroyed: its peers may be amid a message of this process."""

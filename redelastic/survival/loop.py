@@ -32,7 +32,7 @@ from redelastic.torch_internals import (
 )
 
 from .channel import MAX_REASON, Channel
-from .cutter import Cutter
+from .cutter import CUT_INTERVAL, Cutter
 from .state import PausedError, RoundOverError, State
 
 MEET_TIMEOUT: Final = timedelta(seconds=5)  # for all ranks of a round to be there
@@ -40,7 +40,6 @@ CONNECT_TIMEOUT: Final = timedelta(seconds=1)  # of one try to reach the round's
 # To make a group then. gloo waits five times that for a peer to connect. If the peer has died, there is no socket to
 # cut: the wait has to end before the node starts its workers anew after --park-timeout.
 MAKE_TIMEOUT: Final = timedelta(seconds=1.5)
-CUT_INTERVAL: Final = 0.01  # between two cuts of a group's sockets, in seconds
 IDLE_INTERVAL: Final = 3600.0  # between looks for a command, which wakes the thread anyway, in seconds
 GPU_INTERVAL: Final = 0.1  # the same with GPUs, for whether NCCL has failed: torch looks as often
 LAST_STEP: Final = "redelastic/last_step"  # key of the round's store: the step after which all ranks pause

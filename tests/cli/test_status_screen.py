@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from redelastic.monitoring.events import Event, Hung, Left
@@ -52,7 +52,6 @@ STATUS = made_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(STATUS, WORDS, st.sampled_from(["member", "candidate", "spare"]))
 def test_no_status_crashes_it_or_gets_to_the_terminal(status: dict[str, Any], word: str, standing: str) -> None:
     names = {"name": word, "host": word, "state": word}

@@ -101,10 +101,9 @@ def test_events_as_they_come_until_the_run_is_closed(
         waiting = pool.submit(another.wait)
         nothing = run.wait(0.01)
         assert nothing["phase"] == "running", "the timeout is over"
-        first = pool.submit(next, coming)
         closing = run.close(reason="enough")
         assert (closing.before, closing.stopped, closing.saves) == (False, False, None)
-        assert isinstance(first.result(60), Closed)
+        assert isinstance(next(coming), Closed)
         assert waiting.result(60)["phase"] == "closed"
     again = run.close(stop=True, reason="now")
     assert (again.before, again.stopped) == (True, True)

@@ -35,14 +35,15 @@ PEERS_LIMIT = 900.0  # for the one that installs its peers first
 )
 def test_each_answers_its_question(name: str, tmp_path: Path) -> None:
     limit = PEERS_LIMIT if name == "peers" else LIMIT
-    command = [sys.executable, "-m", "benchmarks", name, "--quick", f"--limit={limit}", "--json", str(tmp_path)]
-    environ = {**os.environ, "BENCHMARK": f"{name} {tmp_path}"}
+    folder = tmp_path / "new"
+    command = [sys.executable, "-m", "benchmarks", name, "--quick", f"--limit={limit}", "--json", str(folder)]
+    environ = {**os.environ, "BENCHMARK": f"{name} {folder}"}
     done = subprocess.run(
         command, check=False, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=1.5 * limit
     )
     assert done.returncode == 0, done.stderr
     until(lambda: not _living_with(environ["BENCHMARK"]), "all its processes have ended")
-    found = json.loads((tmp_path / f"{name}.json").read_text())
+    found = json.loads((folder / f"{name}.json").read_text())
     assert found["benchmark"] == name
     tables = tables_of(found)
     assert tables

@@ -15,16 +15,16 @@ from tests.support.long_tests import LONG, quick_first
 WORLDS: Final = int(os.environ.get("REDELASTIC_MODEL_WORLDS", "6000" if LONG else "1000"))  # looked at in each case
 WALKS: Final = 300 if LONG else 50
 CASES: Final[dict[str, tuple[str, Settings]]] = {
-    "2 nodes, 1:2": ("ab", Settings(1, 2)),
-    "3 nodes, 2:3": ("abc", Settings(2, 3)),
     "3 nodes, 1:2, one spare": ("abc", Settings(1, 2)),
     "3 nodes, 1:3, replacement": ("abc", Settings(1, 3, replacement=5000)),
+    "2 nodes, 1:2": ("ab", Settings(1, 2)),
+    "3 nodes, 2:3": ("abc", Settings(2, 3)),
     "2 nodes, 2:2": ("ab", Settings(2, 2)),
     "2 nodes, 1:1, one spare": ("ab", Settings(1, 1)),
     "3 nodes, 1:3": ("abc", Settings(1, 3)),
     "3 nodes, 2:2, one spare": ("abc", Settings(2, 2)),
 }
-EVERY_CASE: Final = pytest.mark.parametrize("case", quick_first(CASES, 4))
+EVERY_CASE: Final = pytest.mark.parametrize("case", quick_first(CASES, 2))
 
 
 @EVERY_CASE
@@ -49,7 +49,7 @@ def test_no_round_waits_for_a_heartbeat(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", quick_first(["2 nodes, 1:2", "3 nodes, 1:3, replacement", "2 nodes, 1:1, one spare", "3 nodes, 2:3"], 2)
+    "case", quick_first(["3 nodes, 1:3, replacement", "2 nodes, 1:2", "2 nodes, 1:1, one spare", "3 nodes, 2:3"])
 )
 def test_every_interleaving_of_roll_calls_keeps_the_guarantees(case: str) -> None:
     names, settings = CASES[case]

@@ -40,7 +40,7 @@ from tests.proofs.oracle_state import (
 from tests.proofs.twin import HOSTS, NODES, START, Server, stored
 from tests.support.long_tests import LONG
 
-EXAMPLES: Final = int(os.environ.get("REDELASTIC_ORACLE_EXAMPLES", "500" if LONG else "100"))
+EXAMPLES: Final = int(os.environ.get("REDELASTIC_ORACLE_EXAMPLES", "500" if LONG else "60"))
 
 nodes = st.sampled_from(NODES)
 labels = st.sampled_from(("", "", "rack-1", "rack-2"))

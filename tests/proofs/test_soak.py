@@ -97,7 +97,7 @@ def test_the_scripts_have_a_place_for_each_defect() -> None:
     assert [old for changes in DEFECTS.values() for old, _ in changes if not with_text(old)] == []
 
 
-@pytest.mark.parametrize("defect", quick_first(DEFECTS, 2))
+@pytest.mark.parametrize("defect", quick_first(DEFECTS))
 def test_a_defect_in_the_scripts_is_reported(defect: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     while Story(history := drilled(defect, tmp_path_factory.mktemp("drill"))).stood_still:
         pass  # the checker excuses a machine that stood still

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from redelastic.survival.cutter import Cutter
+from redelastic.survival.cutter import CUT_INTERVAL, LATE, Cutter
 from tests.support.long_tests import quick_rows
 from tests.support.processes import Processes
 
@@ -45,7 +45,7 @@ def _work_until_cut(folder: str, rank: int, numbers: int, cuts: int) -> tuple[in
         ) -> None:
             over.wait(pause)
             ended.set()
-            while not over.wait(0.01):
+            while not over.wait(CUT_INTERVAL):
                 cutter.cut()
 
         thread = threading.Thread(target=end_later)
@@ -75,6 +75,16 @@ def test_every_member_leaves_and_keeps_nothing(processes: Processes, tmp_path: P
     assert processes.values() == [(cuts, 0)] * SIZE
 
 
+def _cut(cutter: Cutter, connection: socket.socket) -> None:
+    """Cut until the connection's reader is awake."""
+    connection.settimeout(CUT_INTERVAL)
+    while True:
+        cutter.cut()
+        with contextlib.suppress(TimeoutError):
+            assert connection.recv(1) == b""
+            return
+
+
 def test_only_connections_made_before_the_mark_are_cut_and_no_older_ones() -> None:
     with contextlib.ExitStack() as opened:
 
@@ -96,9 +106,7 @@ def test_only_connections_made_before_the_mark_are_cut_and_no_older_ones() -> No
         own[1].settimeout(20)
         cutter.cut()
         assert own[1].recv(2) == b"xx", "nothing is cut while there is traffic"
-        cutter.cut()
-        cutter.cut()
-        assert own[0].recv(1) == b"", "its reader is awake"
+        _cut(cutter, own[0])
         for one, other in (older, later):
             other.sendall(b"x")
             assert one.recv(1) == b"x"
@@ -106,12 +114,25 @@ def test_only_connections_made_before_the_mark_are_cut_and_no_older_ones() -> No
         opened.enter_context(late_listening.accept()[0])
 
 
+def test_on_a_busy_machine_it_has_to_be_quiet_for_longer() -> None:
+    with contextlib.ExitStack() as opened:
+        listening = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        cutter = Cutter()
+        own = opened.enter_context(socket.create_connection(listening.getsockname()))
+        opened.enter_context(listening.accept()[0])
+        begun = time.monotonic()
+        cutter.cut()
+        threading.Event().wait(0.1)  # late, as without a processor
+        _cut(cutter, own)
+        cutter.release()
+        assert time.monotonic() - begun >= LATE * (0.1 - CUT_INTERVAL)
+
+
 def test_a_peer_notices_nothing_before_the_release() -> None:
     cutter = Cutter()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         own = socket.create_connection(listening.getsockname())
-        cutter.cut()
-        cutter.cut()
+        _cut(cutter, own)
         own.close()
         peer, _ = listening.accept()
         with peer:
@@ -143,7 +164,8 @@ def test_nothing_is_held_twice_by_a_cut_amid_a_hold(monkeypatch: pytest.MonkeyPa
                 holding.join(0.2)  # without a lock it would have ended long before
 
         monkeypatch.setattr(socket.socket, "shutdown", hold_meanwhile)
-        cutter.cut()
+        while not holding.ident:
+            cutter.cut()
         holding.join()
         cutter.release()
         assert len(list(DESCRIPTORS.iterdir())) == descriptors
