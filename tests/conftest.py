@@ -26,7 +26,7 @@ from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
 from tests.support import launchers
 from tests.support.commands import until
-from tests.support.long_tests import LONG, quick_first
+from tests.support.long_tests import examples, quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.processes import Processes
 from tests.support.servers import reserved_port, server_binaries
@@ -34,7 +34,7 @@ from tests.support.servers import reserved_port, server_binaries
 pytest_plugins = [f"tests.support.{name}" for name in ("fault_matrix", "folder_times", "left_out")]
 # Speed is judged by benchmarks: here a draw or a test may take as long as a busy machine needs.
 hypothesis.settings.register_profile(
-    "suite", max_examples=100 if LONG else 50, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "suite", max_examples=examples(100), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("suite")
 # TCPStore looks up the names of its sockets' ends, even for a line of its log: one lost answer would cost 5 s.

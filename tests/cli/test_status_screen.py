@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redelastic.monitoring.events import Event, Hung, Left
@@ -17,6 +17,7 @@ from redelastic.monitoring.report import describe
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support.commands import running_command, until
+from tests.support.long_tests import examples
 from tests.support.nodes import NodeFactory
 from tests.support.status_screens import node_of, run_of, shown, workers
 
@@ -52,6 +53,7 @@ STATUS = made_of(
 )
 
 
+@settings(max_examples=examples(150))
 @given(STATUS, WORDS, st.sampled_from(["member", "candidate", "spare"]))
 def test_no_status_crashes_it_or_gets_to_the_terminal(status: dict[str, Any], word: str, standing: str) -> None:
     names = {"name": word, "host": word, "state": word}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from redelastic.data import ElasticBatches, LengthGrouped, MicroBatch, ShardRange, Shards
-from tests.support.long_tests import LONG
+from tests.support.long_tests import examples
 
 
 @st.composite
@@ -74,7 +74,7 @@ def test_the_size_changes_only_how_a_step_is_split(batches: ElasticBatches, data
     assert all([batch.last for batch in part] == [False] * (len(part) - 1) + [True] for part in parts)
 
 
-@settings(max_examples=40 if LONG else 15)
+@settings(max_examples=examples(40))
 @given(any_batches())
 def test_each_epoch_has_every_sample_once(batches: ElasticBatches) -> None:
     assert batches.steps is not None
@@ -89,7 +89,7 @@ def test_each_epoch_has_every_sample_once(batches: ElasticBatches) -> None:
         assert set(used) <= set(range(batches.length))
 
 
-@settings(max_examples=25 if LONG else 10)
+@settings(max_examples=examples(25))
 @given(any_batches(16), sizes, st.data())
 def test_kills_torn_steps_and_resumes_lose_and_repeat_nothing(
     batches: ElasticBatches, schedule: list[int], data: st.DataObject
@@ -154,7 +154,7 @@ def train(batches: ElasticBatches, schedule: list[int]) -> list[float]:
     return curve
 
 
-@settings(max_examples=15 if LONG else 6)
+@settings(max_examples=examples(15))
 @given(any_batches(16), sizes)
 def test_the_loss_curve_is_that_of_one_process(batches: ElasticBatches, schedule: list[int]) -> None:
     torch.testing.assert_close(train(batches, schedule), train(batches, [1]), rtol=0, atol=1e-10)

@@ -206,7 +206,6 @@ def _without(node: str, found: list[Node]) -> list[Node]:
     return found if all(one.id != node for one in found) else []
 
 
-@pytest.mark.long
 @pytest.mark.fault("pods of a Kubernetes job are deleted", "they drain within their grace period, the spare takes over")
 def test_kubernetes(tmp_path: Path, free_ports: list[int]) -> None:
     """The commands, probes, hooks and the environment of the recipe's pods, as a kubelet runs them."""

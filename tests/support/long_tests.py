@@ -1,4 +1,4 @@
-"""Parameters whose tests run only with REDELASTIC_LONG=1, as tests with the marker ``long`` do."""
+"""What REDELASTIC_LONG=1 adds to tests beside those with the marker ``long``: parameters, and examples."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def quick_first(values: Iterable[Any], quick: int = 1) -> list[Any]:
 def quick_rows(rows: Iterable[tuple[Any, ...]], quick: int = 1) -> list[Any]:
     """Like :func:`quick_first`, for rows of several parameters."""
     return [row if i < quick else pytest.param(*row, marks=pytest.mark.long) for i, row in enumerate(rows)]
+
+
+def examples(most: int) -> int:
+    """How many examples of a property to try: ``most`` in long runs, else two fifths of them."""
+    return most if LONG else 2 * most // 5
