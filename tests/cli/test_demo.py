@@ -164,6 +164,22 @@ def test_the_others_survive_and_lose_no_step(demo: Demo) -> None:
     demo.assert_nothing_is_left()
 
 
+@pytest.mark.long
+def test_the_training_waits_for_a_node_that_is_slow_to_start(tmp_path: Path) -> None:
+    unfinished = tmp_path / "unfinished"
+    unfinished.touch()
+    command = [sys.executable, "-m", "redelastic", "run", "--standalone", "-m", TRAINING, "--steps=1", "--pace=0.01"]
+    command += [f"--checkpoint={tmp_path / 'checkpoint.pt'}", f"--while={unfinished}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as training:
+        assert training.stdout is not None
+        while '"step": 3' not in training.stdout.readline():
+            assert training.poll() is None
+        unfinished.unlink()
+        *_, last = training.stdout
+        assert '"event": "done"' in last
+        assert training.wait(60) == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.long
 def test_an_interrupted_demo_leaves_nothing(demo: Demo, number: signal.Signals) -> None:

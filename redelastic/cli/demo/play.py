@@ -30,7 +30,7 @@ from redelastic.signals import handling
 
 STEPS: Final = 500
 KILL_AT: Final = 107  # step: between two checkpoints
-PACE: Final = 0.05  # minimum seconds per step: a replacement that starts mid-training must join before the end
+PACE: Final = 0.05  # minimum seconds per step: what happens can be followed
 ACCURACY: Final = 0.95  # as promised
 TIME_LIMIT: Final = 240.0  # for everything, in seconds
 LOG_TAIL: Final = 15  # lines
@@ -53,6 +53,9 @@ class Job:
         nnodes: as torchrun's.
         training: arguments of the training, ``train.py``.
         survive: whether workers keep their processes when another node is lost.
+
+    Attributes:
+        unfinished: a file: the training does not end while it exists, however long a node needs to start.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class Job:
         stack.enter_context(handling(endings, lambda number, _: self._signals.append(number)))
         self.run_id = run_id
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="redelastic-demo-")))
+        self.unfinished = self.folder / "unfinished"
+        self.unfinished.touch()
         self.server = stack.enter_context(RedisServer())
         connection = Connection.open(self.server.url)
         stack.callback(connection.close)
@@ -88,7 +93,7 @@ class Job:
         command += [f"--node-name={name}", f"--nnodes={self._nnodes}", "--nproc-per-node=1", "--max-restarts=5"]
         command += ["--local-addr=127.0.0.1", "--rdzv-conf=join_timeout=60", *self._options]
         command += ["-m", "redelastic.cli.demo.train"]
-        command += [f"--checkpoint={self.folder}/checkpoint.pt", *self._training]
+        command += [f"--checkpoint={self.folder}/checkpoint.pt", f"--while={self.unfinished}", *self._training]
         files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "cwd": self.folder, "env": environment}
         with (self.folder / f"{name}.out").open("w") as out, (self.folder / f"{name}.log").open("w") as log:
             # Its own session: the terminal's Ctrl-C goes to the demo, which then ends the nodes.
@@ -123,7 +128,7 @@ class Job:
                         f"node {name}'s agent ended with exit code {code}; its log ends:\n" + "\n".join(log)
                     )
             if None not in codes.values():
-                raise DemoError("the training was over too soon; this machine is very busy: try again")
+                raise DemoError("the training was over too soon")
             if time.monotonic() > self._deadline:
                 raise DemoError(f"the run was not over within {TIME_LIMIT:g} s")
             time.sleep(0.05)
@@ -149,7 +154,7 @@ class Job:
 
 
 def kill_tree(agent: subprocess.Popen[bytes]) -> None:
-    """Send SIGKILL to an agent and all its descendants, whatever their sessions, and wait until they are gone."""
+    """Send SIGKILL to an agent and all its descendants, whatever their sessions, and wait until they have ended."""
     if agent.poll() is None:
         root = psutil.Process(agent.pid)
         root.suspend()  # so that it starts no worker unseen
@@ -158,7 +163,17 @@ def kill_tree(agent: subprocess.Popen[bytes]) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         agent.wait()
-        psutil.wait_procs(tree, timeout=10)  # init may be slow to reap them
+        deadline = time.monotonic() + 10
+        while any(map(_runs, tree)) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether a process has not ended; one that init has not reaped yet has."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def play(nodes: int, *, survive: bool) -> int:
@@ -216,7 +231,8 @@ def _perform(job: Job, nodes: int, *, survive: bool) -> None:
     )
     job.until(lambda: job.trains(nodes))
     step = job.reports()[-1]["step"]
-    _say(f"All {nodes} train, from step {step - 1}: {(STEPS - step) * PACE:.0f} s more.")
+    _say(f"All {nodes} train, from step {step - 1}: {max(0, STEPS - step) * PACE:.0f} s more.")
+    job.unfinished.unlink()
     job.until(job.ended)
     done, ettr = job.reports()[-1], replay(job.event_log.events).ettr or 0.0
     if done["event"] != "done" or done["accuracy"] < ACCURACY:

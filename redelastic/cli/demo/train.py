@@ -37,15 +37,7 @@ Owner = tuple[str, int]  # a run's id, and the epoch of a round of it
 
 def main() -> None:
     """Train from the checkpoint, or from the beginning, to the last step; then rank 0 measures the accuracy."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch", type=int, default=128, help="samples per step, over all nodes")
-    parser.add_argument("--save-every", type=int, default=10, help="steps between two checkpoints")
-    parser.add_argument("--pace", type=float, default=0.0, help="minimum seconds per step, as if the model were larger")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-
+    options = parse_options()
     data, test = load_data()
     torch.manual_seed(options.seed)
     model = make_network()
@@ -65,7 +57,9 @@ def main() -> None:
         if this.rank == 0:
             save(state.step)  # from now on it is this round's: an older round's rank 0 can no longer write it
             report("start", epoch=this.epoch, step=state.step, world_size=this.size)
-        while state.step < options.steps:
+        # With a file, a round makes a step in any case: in it all ranks learn whether the file is there.
+        goes_on = options.marker is not None or state.step < options.steps
+        while goes_on:
             started = time.monotonic()
             own = global_batch(state.step, options.batch, options.seed, len(data[0]))[this.rank :: this.size]
             images, labels = (part[own] for part in data)
@@ -74,14 +68,16 @@ def main() -> None:
             # DDP divides by the number of ranks: the gradient is the global batch's mean
             (loss * this.size / options.batch).backward()
             asked = redelastic.should_checkpoint()  # by an agent of `redelastic run`, before its node leaves
-            totals = torch.stack([loss.detach(), torch.tensor(float(len(labels))), torch.tensor(float(asked))])
+            marked = this.rank == 0 and options.marker is not None and options.marker.exists()
+            totals = torch.tensor([loss.item(), len(labels), asked, marked])
             dist.all_reduce(totals)
 
             optimizer.step()  # no collective between this and the commit
             samples.number += int(totals[1])
             step = state.step + 1
+            goes_on = step < options.steps or bool(totals[3] > 0)
             if this.rank == 0:
-                if step % options.save_every == 0 or step == options.steps or totals[2] > 0:
+                if step % options.save_every == 0 or not goes_on or totals[2] > 0:
                     save(step)
                 mean = totals[0].item() / options.batch
                 report("step", epoch=this.epoch, step=step, world_size=this.size, loss=mean)
@@ -93,6 +89,19 @@ def main() -> None:
         dist.barrier()
 
     redelastic.survive(train, state)
+
+
+def parse_options() -> argparse.Namespace:
+    """The options on the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--while", dest="marker", type=Path, help="train on while this file exists")
+    parser.add_argument("--batch", type=int, default=128, help="samples per step, over all nodes")
+    parser.add_argument("--save-every", type=int, default=10, help="steps between two checkpoints")
+    parser.add_argument("--pace", type=float, default=0.0, help="minimum seconds per step, as if the model were larger")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
 
 
 class Counter:
