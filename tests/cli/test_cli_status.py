@@ -42,7 +42,8 @@ def tell(node: RedisRendezvousHandler, **status: Any) -> RedisRendezvousHandler:
 
 class TestPhases:
     def test_running(self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str) -> None:
-        nodes = [tell(new_node(2, 2, node_name=f"host-{i}"), restarts=i) for i in range(2)]
+        slow = {"keep_alive_interval": 2}  # if the machine stands still for a moment, no event follows the round's
+        nodes = [tell(new_node(2, 2, node_name=f"host-{i}", **slow), restarts=i) for i in range(2)]
         join_all(pool, *nodes)
         done = cli(run_id, "--json")
         assert done.code == 0
