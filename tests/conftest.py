@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -62,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:  # under nohup, in the background: what tests start would, too
             signal.signal(number, lambda *_: None)
+    gc.freeze()  # else each collection of garbage, while thousands of tests are made, would visit all of torch
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts would compile the package anew
     _keep_files_in_memory()
     if getattr(config.option, "numprocesses", None) and launchers.ADDRESS_VARIABLE not in os.environ:

@@ -31,10 +31,10 @@ CLOSE = {"action": "close", "by": "Ada"}
 CLOSING = Action("close", "Ada")
 
 
-@pytest.fixture
-def url(server: RedisServer, tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def url(server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A dashboard that allows actions."""
-    file = tmp_path / "token"
+    file = tmp_path_factory.mktemp("secret") / "token"
     file.write_text(TOKEN)
     with dashboard(f"--endpoint={server.url}", f"--token-file={file}", "--allow-actions") as (found, _):
         yield found

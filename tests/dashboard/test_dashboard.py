@@ -9,7 +9,7 @@ import socket
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,51 +57,55 @@ def listen(url: str) -> Any:
     return urllib.request.urlopen(url, timeout=30)  # noqa: S310
 
 
+@pytest.fixture(scope="module")
+def url(server: RedisServer) -> Iterator[str]:
+    """A dashboard for everybody on this machine."""
+    with dashboard(f"--endpoint={server.url}") as (found, _):
+        yield found
+
+
 class TestWhoIsLetIn:
-    def test_headers_forbid_frames_and_foreign_scripts(self, server: RedisServer) -> None:
-        with dashboard(f"--endpoint={server.url}") as (url, _):
-            for path in ("", "runs/x", "page/main.js", "page/../app.py", "api/runs", "api/runs/no-such-run", "no-such"):
-                _, headers, _ = ask(url + path)
-                policy = headers["content-security-policy"]
-                assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
-                assert "frame-ancestors 'none'" in policy
-                assert headers["x-frame-options"] == "DENY"
-                assert headers["x-content-type-options"] == "nosniff"
-                assert headers["cache-control"] == "no-store"
+    def test_headers_forbid_frames_and_foreign_scripts(self, url: str) -> None:
+        for path in ("", "runs/x", "page/main.js", "page/../app.py", "api/runs", "api/runs/no-such-run", "no-such"):
+            _, headers, _ = ask(url + path)
+            policy = headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+            assert "frame-ancestors 'none'" in policy
+            assert headers["x-frame-options"] == "DENY"
+            assert headers["x-content-type-options"] == "nosniff"
+            assert headers["cache-control"] == "no-store"
 
-    def test_nothing_can_be_changed_through_it(self, server: RedisServer) -> None:
-        with dashboard(f"--endpoint={server.url}") as (url, _):
-            for path in ("", "live", "api/runs", "api/runs/x", "page/main.js"):
-                for method in ("POST", "PUT", "DELETE", "PATCH"):
-                    assert ask(url + path, method)[0] == 405
+    def test_nothing_can_be_changed_through_it(self, url: str) -> None:
+        for path in ("", "live", "api/runs", "api/runs/x", "page/main.js"):
+            for method in ("POST", "PUT", "DELETE", "PATCH"):
+                assert ask(url + path, method)[0] == 405
 
-    def test_a_page_from_elsewhere_cannot_read_it_under_a_name_of_its_own(self, server: RedisServer) -> None:
-        with dashboard(f"--endpoint={server.url}") as (url, _):
-            for local in (
-                "localhost:1",
-                "LOCALHOST",
-                "127.0.0.1",
-                "127.0.0.2:80",
-                "127.255.255.254",
-                "[::1]",
-                "[::1]:1",
-            ):
-                assert ask(f"{url}api/runs", Host=local)[0] == 200, local
-            for foreign in (
-                *("evil.example:8370", "localhost.evil.example", "127.0.0.1.evil.example", "evil.localhost", "127.1"),
-                *(
-                    "0.0.0.0:1",
-                    "192.168.0.1",
-                    "[::]",
-                    "[fe80::1]",
-                    "[localhost]x",
-                    "127.0.0.1:1:2",
-                    "a@localhost",
-                    "x:y",
-                ),
-            ):
-                code, _, said = ask(f"{url}api/runs", Host=foreign)
-                assert (code, "not to this name" in said) == (403, True), foreign
+    def test_a_page_from_elsewhere_cannot_read_it_under_a_name_of_its_own(self, url: str) -> None:
+        for local in (
+            "localhost:1",
+            "LOCALHOST",
+            "127.0.0.1",
+            "127.0.0.2:80",
+            "127.255.255.254",
+            "[::1]",
+            "[::1]:1",
+        ):
+            assert ask(f"{url}api/runs", Host=local)[0] == 200, local
+        for foreign in (
+            *("evil.example:8370", "localhost.evil.example", "127.0.0.1.evil.example", "evil.localhost", "127.1"),
+            *(
+                "0.0.0.0:1",
+                "192.168.0.1",
+                "[::]",
+                "[fe80::1]",
+                "[localhost]x",
+                "127.0.0.1:1:2",
+                "a@localhost",
+                "x:y",
+            ),
+        ):
+            code, _, said = ask(f"{url}api/runs", Host=foreign)
+            assert (code, "not to this name" in said) == (403, True), foreign
 
     @pytest.mark.parametrize("host", ["localhost", "127.0.0.2"])
     def test_whatever_loopback_is_called(self, server: RedisServer, host: str) -> None:
@@ -145,29 +149,28 @@ class TestWhoIsLetIn:
             cookie = ask(f"{url}?token={TOKEN}", Host="a.example")[1]["set-cookie"]
             assert cookie.startswith("redelastic-dashboard="), "behind a proxy on the port of the scheme"
 
-    def test_wrong_arguments(self, server: RedisServer, tmp_path: Path) -> None:
+    def test_wrong_arguments(self, url: str, server: RedisServer, tmp_path: Path) -> None:
         short = tmp_path / "short"
         short.write_text("secret\n")
-        with dashboard(f"--endpoint={server.url}") as (url, _):
-            port = url.rstrip("/").rpartition(":")[2]
-            for arguments, said in [
-                (("--host=0.0.0.0",), "--host 0.0.0.0 is not loopback: give --token-file FILE"),
-                (("--host=no.such.host.invalid",), "--host no.such.host.invalid is not an address of this machine"),
-                (("--token-file", str(tmp_path / "none")), "cannot be read"),
-                (("--token-file", str(short)), "has a token of 6 characters; use 16 or more"),
-                (("--port", port), f"cannot listen on port {port} of localhost: Address already in use"),
-                (("--port", "70000"), "must be a whole number from 0 to 65,535"),
-                (("--allow-actions",), "--allow-actions needs --token-file FILE"),
-                (("--link", "Logs=javascript:alert(1)"), "must be NAME=URL with a URL of http or https"),
-                (
-                    ("--link", "Logs=https://logs/{rank}"),
-                    "and only {end}, {host}, {node}, {run}, {start} are known",
-                ),
-            ]:
-                done = run_command("dashboard", "--endpoint", server.url, *arguments)
-                assert done.code == 2, arguments
-                assert said in done.err
-                assert done.err.count("\n") == 1
+        port = url.rstrip("/").rpartition(":")[2]
+        for arguments, said in [
+            (("--host=0.0.0.0",), "--host 0.0.0.0 is not loopback: give --token-file FILE"),
+            (("--host=no.such.host.invalid",), "--host no.such.host.invalid is not an address of this machine"),
+            (("--token-file", str(tmp_path / "none")), "cannot be read"),
+            (("--token-file", str(short)), "has a token of 6 characters; use 16 or more"),
+            (("--port", port), f"cannot listen on port {port} of localhost: Address already in use"),
+            (("--port", "70000"), "must be a whole number from 0 to 65,535"),
+            (("--allow-actions",), "--allow-actions needs --token-file FILE"),
+            (("--link", "Logs=javascript:alert(1)"), "must be NAME=URL with a URL of http or https"),
+            (
+                ("--link", "Logs=https://logs/{rank}"),
+                "and only {end}, {host}, {node}, {run}, {start} are known",
+            ),
+        ]:
+            done = run_command("dashboard", "--endpoint", server.url, *arguments)
+            assert done.code == 2, arguments
+            assert said in done.err
+            assert done.err.count("\n") == 1
         assert run_command("dashboard", "--endpoint", "127.0.0.1:1").code == 3
 
 
@@ -211,7 +214,9 @@ def timeless(shown: Any) -> Any:
 
 
 class TestJson:
-    def test_it_is_what_the_commands_print(self, server: RedisServer, client: redis.Redis, run_id: str) -> None:
+    def test_it_is_what_the_commands_print(
+        self, url: str, server: RedisServer, client: redis.Redis, run_id: str
+    ) -> None:
         names = (("/%2F", 100), ("", 2), ("-silent", 1), ("-x", 1))
         many, few, silent, broken = (Crowd(client, f"{run_id}{name}", n, lease=600) for name, n in names)
         node, path = few.members[0], "/logs/0/stdout.log"
@@ -225,46 +230,43 @@ class TestJson:
         def printed(*argv: str) -> Any:
             return run_command(*argv, "--json", "--endpoint", server.url).json
 
-        with dashboard(f"--endpoint={server.url}") as (url, _):
+        def served(run: str, query: str = "") -> Any:
+            code, _, body = ask(f"{url}api/runs/{urllib.parse.quote(run, safe='')}{query}")
+            assert code == 200
+            return json.loads(body)
 
-            def served(run: str, query: str = "") -> Any:
-                code, _, body = ask(f"{url}api/runs/{urllib.parse.quote(run, safe='')}{query}")
-                assert code == 200
-                return json.loads(body)
+        listed = json.loads(ask(f"{url}api/runs")[2])
+        assert [run["run"] for run in listed["runs"]] == sorted(run["run"] for run in listed["runs"])
+        expected = [timeless(run) for run in printed("list")["runs"] if run["run"] in ours]
+        assert [timeless(run) for run in listed["runs"] if run["run"] in ours] == expected
+        assert [run["phase"] for run in expected] == ["running", "dead", "corrupt", "running"]
+        for run in ours[:3]:
+            assert timeless(served(run)) == timeless(printed("status", run))
+            assert served(run, "?logs") == printed("logs", run)
+            for one in printed("status", run)["nodes"][:3]:
+                assert timeless(served(run, f"?node={one['id']}")) == timeless({"version": 1, **one})
+            for event in printed("events", run)["events"][-20:]:
+                assert served(run, f"?event={event['id']}") == {"version": 1, **event}
+        assert served(few.keys.run_id, "?logs")["failed"]["tail"] == "the last lines"
+        assert [log["path"] for log in served(few.keys.run_id, "?logs")["logs"]] == [path]
+        assert served(silent.keys.run_id, "?logs")["failure"]["lines"] == [["cause", SILENT]]
+        code, _, body = ask(f"{url}api/runs/{broken.keys.run_id}")
+        assert (code, broken.keys.run in json.loads(body)["error"]) == (503, True)
 
-            listed = json.loads(ask(f"{url}api/runs")[2])
-            assert [run["run"] for run in listed["runs"]] == sorted(run["run"] for run in listed["runs"])
-            expected = [timeless(run) for run in printed("list")["runs"] if run["run"] in ours]
-            assert [timeless(run) for run in listed["runs"] if run["run"] in ours] == expected
-            assert [run["phase"] for run in expected] == ["running", "dead", "corrupt", "running"]
-            for run in ours[:3]:
-                assert timeless(served(run)) == timeless(printed("status", run))
-                assert served(run, "?logs") == printed("logs", run)
-                for one in printed("status", run)["nodes"][:3]:
-                    assert timeless(served(run, f"?node={one['id']}")) == timeless({"version": 1, **one})
-                for event in printed("events", run)["events"][-20:]:
-                    assert served(run, f"?event={event['id']}") == {"version": 1, **event}
-            assert served(few.keys.run_id, "?logs")["failed"]["tail"] == "the last lines"
-            assert [log["path"] for log in served(few.keys.run_id, "?logs")["logs"]] == [path]
-            assert served(silent.keys.run_id, "?logs")["failure"]["lines"] == [["cause", SILENT]]
-            code, _, body = ask(f"{url}api/runs/{broken.keys.run_id}")
-            assert (code, broken.keys.run in json.loads(body)["error"]) == (503, True)
-
-    def test_what_is_not_there(self, server: RedisServer, client: redis.Redis, run_id: str) -> None:
+    def test_what_is_not_there(self, url: str, client: redis.Redis, run_id: str) -> None:
         Crowd(client, run_id, 1)
-        with dashboard(f"--endpoint={server.url}") as (url, _):
-            for missing, said in {
-                "api/runs/no-such-run": "has no run 'no-such-run'",
-                "api/runs/bad*id": "'bad*id'",
-                f"api/runs/{run_id}?node=x": "no such node or event",
-                f"api/runs/{run_id}?event=1-0": "no such node or event",
-                "live?run=bad*id": "'bad*id'",
-                "page/none.js": "Not Found",
-                "none": "Not Found",
-            }.items():
-                code, headers, body = ask(url + missing)
-                assert (code, headers["content-type"]) == (404, "application/json")
-                assert said in json.loads(body)["error"]
+        for missing, said in {
+            "api/runs/no-such-run": "has no run 'no-such-run'",
+            "api/runs/bad*id": "'bad*id'",
+            f"api/runs/{run_id}?node=x": "no such node or event",
+            f"api/runs/{run_id}?event=1-0": "no such node or event",
+            "live?run=bad*id": "'bad*id'",
+            "page/none.js": "Not Found",
+            "none": "Not Found",
+        }.items():
+            code, headers, body = ask(url + missing)
+            assert (code, headers["content-type"]) == (404, "application/json")
+            assert said in json.loads(body)["error"]
 
     def test_redis_is_away(self, own_server: RedisServer) -> None:
         with dashboard(f"--endpoint={own_server.url}") as (url, _):
