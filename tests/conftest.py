@@ -10,7 +10,7 @@ import signal
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
-from tests.support import launchers
+from tests.support import forked_python, launchers
 from tests.support.commands import until
 from tests.support.long_tests import examples, quick_first
 from tests.support.nodes import NodeFactory
@@ -68,6 +68,12 @@ def pytest_configure(config: pytest.Config) -> None:
     _keep_files_in_memory()
     if getattr(config.option, "numprocesses", None) and launchers.ADDRESS_VARIABLE not in os.environ:
         launchers.start_template_maker()  # with the processes of xdist, which inherit the address
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
+    for spec in specs:  # of execnet's class XSpec
+        spec.python = forked_python.PYTHON
 
 
 @pytest.hookimpl(tryfirst=True)

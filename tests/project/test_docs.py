@@ -45,6 +45,7 @@ OTHERS = {
         "--keep",
         "--no-cache-dir",
         "--no-compile",
+        "--upgrade-deps",
         "--no-deps",
         "--simulated",
     ),

@@ -5,7 +5,7 @@ differ: in a long run, in other namespaces, with other values of variables that 
 output goes into a pipe.
 
 All processes of xdist share one process that imports, the template maker. It forks a template for each of them, and
-each launcher is a fork of a template.
+each launcher is a fork of a template. So are the processes of xdist themselves (`forked_python.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from tests.support.long_tests import LONG
@@ -99,7 +100,7 @@ class Template:
         return is_module and read_at_start(environment) == self.variables and here == there
 
     def start(self, command: list[str], environment: Mapping[str, str], streams: list[int], cwd: Path) -> Launcher:
-        request = {"module": command[2], "arguments": command[3:], "environment": dict(environment), "cwd": str(cwd)}
+        request = {"command": command, "environment": dict(environment), "cwd": str(cwd)}
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
             while "pid" not in (reply := self._receive()):
@@ -145,7 +146,9 @@ def start_template_maker() -> None:
     inherited = [listener.fileno(), lifeline]
     command = [sys.executable, "-m", __name__, *map(str, inherited)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=inherited, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, pass_fds=inherited, stdin=subprocess.DEVNULL, start_new_session=True
+    )
     listener.close()
     os.close(lifeline)
     atexit.register(process.wait)
@@ -303,12 +306,17 @@ def main() -> None:
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
     sys.path[0] = request["cwd"]
-    sys.argv[:] = ["", *request["arguments"]]
-    sys.orig_argv[:] = [sys.executable, "-m", request["module"], *request["arguments"]]
-    sys.modules.pop(request["module"] if request["module"] in IMPORTED else "", None)  # it becomes the main module
+    sys.orig_argv[:] = request["command"]
+    _, option, program, *arguments = request["command"]
+    sys.argv[:] = ["", *arguments]
     code: Any = 0
     try:
-        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        if option == "-m":
+            sys.modules.pop(program if program in IMPORTED else "", None)  # it becomes the main module
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:  # -c
+            sys.modules["__main__"] = ModuleType("__main__")
+            exec(program, vars(sys.modules["__main__"]))  # noqa: S102
     except SystemExit as e:
         if not isinstance(e.code, int | None):
             raise

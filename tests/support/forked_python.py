@@ -1,0 +1,27 @@
+"""Stands in for Python where xdist starts a process: `python -c CODE` becomes a fork of one that has imported torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = str(Path(__file__).parents[2])
+PYTHON: Final = shlex.join([sys.executable, __file__])  # how it is called
+
+
+def main() -> int:
+    """Fork, and wait for the end of the fork, whose exit status this is; Ctrl-C is for pytest's main process."""
+    from tests.support.launchers import Template  # noqa: PLC0415 - by now it is on the path
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    *_, option, code = sys.argv
+    return Template().start([sys.executable, option, code], os.environ, [0, 1, 2], Path.cwd()).wait()
+
+
+if __name__ == "__main__":
+    sys.path[0] = ROOT
+    sys.exit(main())
