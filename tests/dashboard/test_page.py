@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import redis
-from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.by import By
 
 from redelastic.monitoring.events import Lost, Stopped
 from redelastic.redis.keys import RunKeys
@@ -49,7 +47,7 @@ def test_a_job_is_read_off_the_page(server: RedisServer, tmp_path: Path, browser
         epoch = job.wait_round("abc")
         browser.open(url)
         browser.until(".runs", lambda text: job.run_id in text and "running" in text)
-        link = next(a for a in browser.driver.find_elements(By.CSS_SELECTOR, ".runs a") if a.text == job.run_id)
+        link = next(a for a in browser.find_all(".runs a") if a.text == job.run_id)
         link.click()
         browser.until(".verdict", "running")
         browser.until(".head .what", str(AWARE))
@@ -108,7 +106,7 @@ def test_a_person_acts_and_follows_links(server: RedisServer, tmp_path: Path, br
         browser.until(".ask", f"Drain {job.control.find('b').name}?")
         browser.click("Drain", ".ask button")
         assert browser.text(".said") == "", "it asks for a name first"
-        browser.driver.find_element(By.ID, "action-name").send_keys("Ada")
+        browser.find("#action-name").send_keys("Ada")
         browser.click("Drain", ".ask button")
         browser.until(".said", "was asked to drain")
         browser.click("Done", ".ask button")
@@ -123,7 +121,7 @@ def test_a_person_acts_and_follows_links(server: RedisServer, tmp_path: Path, br
         browser.run("for (const name of ['.do', '.quiet']) document.querySelector('.ask ' + name).click()")
         # It is cancelled before its answer comes, which is then not shown where the dialog asks for something else.
         browser.click("Stop…", ".head button")
-        browser.driver.find_element(By.ID, "action-reason").send_keys("enough")
+        browser.find("#action-reason").send_keys("enough")
         browser.click("Stop", ".ask button")
         browser.until(".said", "its nodes end their workers")
         assert job.wait_end("a") == STOPPED
@@ -144,8 +142,7 @@ def test_curves_of_a_job(client: redis.Redis, server: RedisServer, browser: Brow
         assert browser.run(titles) == ["Steps per second1.67", "Longest without a step0.6 s", "Use of the GPUs90.0 %"]
         said = browser.run("return document.querySelector('.chart svg').getAttribute('aria-label')")
         assert said == "Steps per second: from 1.67 to 1.67, now 1.67"
-        chart = browser.driver.find_element(By.CSS_SELECTOR, ".chart svg")
-        ActionChains(browser.driver).move_to_element(chart).perform()
+        browser.hover(".chart svg")
         browser.until(".chart .tip", ": 1.67")
 
 
@@ -162,7 +159,7 @@ def test_a_run_is_found_among_many(client: redis.Redis, server: RedisServer, bro
         until(lambda: len(names()) == 12, "all are listed", 60)
         browser.click("Nodes", ".runs th button")
         assert names() == [f"{run_id}-{i}" for i in range(11, -1, -1)], "the largest comes first"
-        browser.driver.find_element(By.CSS_SELECTOR, "input[type=search]").send_keys(f"{run_id}-1")
+        browser.find("input[type=search]").send_keys(f"{run_id}-1")
         until(lambda: names() == [f"{run_id}-{i}" for i in (11, 10, 1)], "it is found by its name")
 
 
@@ -214,8 +211,8 @@ def test_names_from_redis_stay_text(server: RedisServer, browser: Browser, new_n
         browser.until(".lanes", "<script>")
         assert SCRIPT in browser.until(".events", "completed")
         assert browser.driver.title == f"{node.node.run_id} · redelastic"
-        assert not browser.driver.find_elements(By.CSS_SELECTOR, "main img, main script")
-        browser.driver.find_element(By.CSS_SELECTOR, ".node-name").click()
+        assert not browser.find_all("main img, main script")
+        browser.find(".node-name").click()
         assert SCRIPT in browser.until(".panel", node.node.id)
 
 
@@ -267,9 +264,9 @@ def test_a_thousand_nodes(client: redis.Redis, server: RedisServer, browser: Bro
         browser.until(".figures", f"{crowd.step:,}")
         assert browser.run("return document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
         victim = crowd.members[700]
-        browser.driver.find_element(By.CSS_SELECTOR, "input[type=search]").send_keys("node-0700")
+        browser.find("input[type=search]").send_keys("node-0700")
         until(lambda: list(browser.rows()) == ["node-0700"], "it is found by its name")
-        browser.driver.find_element(By.CSS_SELECTOR, ".node-name").click()
+        browser.find(".node-name").click()
         shown = browser.until(".panel", "NVIDIA H100")
         assert victim in shown
 
@@ -288,7 +285,7 @@ def test_nodes_that_are_lost_together_are_each_seen(
         marks = "return [...document.querySelectorAll('.lanes .mark.cross title')].map((title) => title.textContent)"
         seen = {title.partition(":")[0] for title in browser.run(marks) if "lost its lease" in title}
         assert {node.rpartition("-")[0] for node in lost} <= seen
-        browser.driver.find_element(By.CSS_SELECTOR, ".events details summary").click()
+        browser.find(".events details summary").click()
         assert browser.until(".events details[open] pre", lost[-1]).split("\n") == lost
 
 

@@ -24,6 +24,11 @@ def test_imports_of_tests_do_not_prevent_forked_launchers() -> None:
     assert template.fits([sys.executable, "-m", "redelastic", "run"], environment)
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="pytest runs in one process: -n 8")
+def test_the_processes_of_pytest_are_forks() -> None:
+    assert "tests.support.launchers" in Path("/proc/self/cmdline").read_text().split("\0")
+
+
 def test_a_launcher_with_the_pid_of_an_earlier_one_has_not_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from selenium import webdriver
-from selenium.common.exceptions import StaleElementReferenceException
-from selenium.webdriver.common.by import By
 
 from tests.support.commands import RunningCommand, running_command, until
 
@@ -20,6 +17,7 @@ FLAGS: Final = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
+_CSS: Final = "css selector"  # selenium.webdriver.common.by.By.CSS_SELECTOR
 _URL: Final = re.compile(r"(http://\S+?/)[\s?]")
 
 
@@ -40,6 +38,11 @@ class Browser:
         chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
         if chromium is None or driver is None:
             pytest.skip("needs a browser: apt-get install chromium chromium-driver")
+        from selenium import webdriver  # of the extra `long`
+        from selenium.common.exceptions import StaleElementReferenceException
+
+        self._actions: Any = webdriver.ActionChains
+        self._stale: Any = StaleElementReferenceException  # an element that the page has replaced
         options = webdriver.ChromeOptions()
         options.binary_location = chromium
         for flag in (*FLAGS, f"--user-data-dir={profile}"):
@@ -53,10 +56,22 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         self.driver.get(url)
 
+    def find(self, selector: str) -> Any:
+        """The first element that matches."""
+        return self.driver.find_element(_CSS, selector)
+
+    def find_all(self, selector: str) -> list[Any]:
+        """The elements that match."""
+        return list(self.driver.find_elements(_CSS, selector))
+
+    def hover(self, selector: str) -> None:
+        """Move the mouse to the middle of the first element that matches."""
+        self._actions(self.driver).move_to_element(self.find(selector)).perform()
+
     def text(self, selector: str) -> str:
         """The text of the elements that match, a line or more for each; "" while the page replaces them."""
-        with contextlib.suppress(StaleElementReferenceException):
-            return "\n".join(found.text for found in self.driver.find_elements(By.CSS_SELECTOR, selector))
+        with contextlib.suppress(self._stale):
+            return "\n".join(found.text for found in self.find_all(selector))
         return ""
 
     def until(self, selector: str, reads: str | Callable[[str], object]) -> str:
@@ -69,8 +84,8 @@ class Browser:
         """Click the element that matches and has this text, once it is shown."""
 
         def shown() -> list[Any]:
-            with contextlib.suppress(StaleElementReferenceException):
-                found = self.driver.find_elements(By.CSS_SELECTOR, selector)
+            with contextlib.suppress(self._stale):
+                found = self.find_all(selector)
                 return [one for one in found if one.is_displayed() and one.text == label]
             return []
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import shlex
 import signal
 import sys
@@ -14,12 +16,15 @@ PYTHON: Final = shlex.join([sys.executable, __file__])  # how it is called
 
 
 def main() -> int:
-    """Fork, and wait for the end of the fork, whose exit status this is; Ctrl-C is for pytest's main process."""
-    from tests.support.launchers import Template  # noqa: PLC0415 - by now it is on the path
+    """Fork, and end as the fork does; Ctrl-C is for pytest's main process."""
+    from tests.support.launchers import Template
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     *_, option, code = sys.argv
-    return Template().start([sys.executable, option, code], os.environ, [0, 1, 2], Path.cwd()).wait()
+    process = Template().start([sys.executable, option, code], os.environ, [0, 1, 2], Path.cwd())
+    with contextlib.suppress(OSError):  # a kernel without pidfd, where `wait` polls
+        select.select([os.pidfd_open(process.pid)], [], [])
+    return process.wait()
 
 
 if __name__ == "__main__":
