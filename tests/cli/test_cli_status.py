@@ -279,7 +279,8 @@ class TestProblems:
         until(nodes[0].num_nodes_waiting, "the loss is known")
         join_all(pool, *nodes)
         kinds = [event["event"] for event in cli(run_id, "--json").json["events"]]
-        assert kinds[-3:] == ["completed", "lost", "completed"]
+        told = [kind for kind in kinds if kind != "outage"]  # of a machine that stands still
+        assert told[-3:] == ["completed", "lost", "completed"]
 
 
 # -- whatever somebody wrote

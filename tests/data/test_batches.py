@@ -255,6 +255,7 @@ class Squares(Sized):
         return index**2
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more processes than the machine has cores
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loader_workers_that_read_ahead_restart_at_the_committed_step(workers: int) -> None:
     batches = ElasticBatches(Squares(), global_batch=12, micro_batch=5)

@@ -88,6 +88,7 @@ def test_trainers_of_two_sizes_learn_as_one_process(library: str, tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more processes than the machine has cores
 def test_a_loader_of_torchdata_resumes_at_the_step_and_not_by_its_own_state() -> None:
     pytest.importorskip("torchdata", reason="torchdata is not installed: pip install torchdata")
     page = (EXAMPLES.parent / "docs" / "how-to" / "data.md").read_text()

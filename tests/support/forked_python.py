@@ -24,7 +24,9 @@ def main() -> int:
     process = Template().start([sys.executable, option, code], os.environ, [0, 1, 2], Path.cwd())
     with contextlib.suppress(OSError):  # a kernel without pidfd, where `wait` polls
         select.select([os.pidfd_open(process.pid)], [], [])
-    return process.wait()
+    if status := process.wait():
+        print(f"A process of pytest has ended with {status}", file=sys.stderr)  # noqa: T201
+    return status
 
 
 if __name__ == "__main__":
