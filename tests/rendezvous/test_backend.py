@@ -372,7 +372,9 @@ def test_parameters_for_another_run_are_refused(server: RedisServer, backend: Re
 
 
 def dynamic_node(url: str, run_id: str, low: int, high: int, **config: Any) -> RendezvousHandler:
-    params = RendezvousParameters("redis", url, run_id, low, high, protocol="dynamic", join_timeout=80, **config)
+    """A node of torch's, whose lease outlasts the pauses of a busy machine."""
+    given: dict[str, Any] = {"protocol": "dynamic", "join_timeout": 80, "keep_alive_interval": 60} | config
+    params = RendezvousParameters("redis", url, run_id, low, high, **given)
     backend, store = create_backend(params)
     store.close()
     handler = create_handler(backend, params)
