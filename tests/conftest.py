@@ -40,18 +40,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 # TCPStore looks up the names of its sockets' ends, even for a line of its log: one lost answer would cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-os.environ.setdefault(
-    "TORCH_CPP_LOG_LEVEL", "ERROR"
-)  # as benchmarks.harness: launchers' environment is fixed from here
-_SLOW = (
-    "agent",
-    "faults",
-    "integrations",
-    "proofs",
-    "project",
-    "survival",
-    "workers",
-)  # folders whose tests take the longest
+# As benchmarks.harness, which some tests import: the environment of launchers is fixed from here.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# Folders whose tests take the longest
+_SLOW = ("agent", "faults", "integrations", "proofs", "project", "survival", "workers")
 _HERE = Path(__file__).parent
 _MEMORY = "/dev/shm"
 _ROOM = 4e9  # bytes

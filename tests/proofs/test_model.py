@@ -12,8 +12,8 @@ from tests.proofs.model import Model
 from tests.proofs.oracle_state import Settings
 from tests.support.long_tests import LONG, quick_first
 
-WORLDS: Final = int(os.environ.get("REDELASTIC_MODEL_WORLDS", "6000" if LONG else "500"))  # looked at in each case
-WALKS: Final = 300 if LONG else 30
+WORLDS: Final = int(os.environ.get("REDELASTIC_MODEL_WORLDS", "6000" if LONG else "1000"))  # looked at in each case
+WALKS: Final = 300 if LONG else 50
 CASES: Final[dict[str, tuple[str, Settings]]] = {
     "3 nodes, 1:2, one spare": ("abc", Settings(1, 2)),
     "3 nodes, 1:3, replacement": ("abc", Settings(1, 3, replacement=5000)),

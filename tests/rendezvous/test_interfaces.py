@@ -7,90 +7,43 @@ Each host is a network namespace (see namespaces.py) with its own names: a threa
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import re
 import subprocess
 import tempfile
-import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from redelastic.doctor.host import examine_host
-from redelastic.monitoring.control import RunControl
-from redelastic.monitoring.events import Left, Unreached
-from redelastic.monitoring.sentences import sentence
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous import addresses
 from redelastic.rendezvous.addresses import INTERFACE_VARIABLES, LocalAddress, find_address
-from redelastic.rendezvous.handler import REACH_THREAD, RedisRendezvousHandler, handler_from_parameters
+from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
+from tests.support import two_hosts
 from tests.support.fault_matrix import Measured
 from tests.support.namespaces import LINK, Network, NetworkServer, _ip, _libc, both_ways
-from tests.support.servers import wait_until
 from tests.support.torchrun_job import LIMIT, Job
+from tests.support.two_hosts import BARE, LAN, NAMES, ON_LAN, ON_LAN_6, ON_LINK
 
 pytestmark = pytest.mark.timeout(300)
 
 T = TypeVar("T")
 
-NAMES: Final = ("a", "b")
-LAN: Final = "lan0"  # a second interface of both hosts, not of Redis
-ON_LAN: Final = {"a": "198.51.100.1", "b": "198.51.100.2"}
-ON_LAN_6: Final = {"a": "2001:db8:7::1", "b": "2001:db8:7::2"}
-ON_LINK: Final = f"fe80::7%{LAN}"  # of a alone
-BARE: Final = "bare0"  # an interface without an address
 LOCALHOST: Final = "127.0.0.1 localhost\n"
 _CLONE_NEWNS, _CLONE_NEWUTS = 0x20000, 0x4000000
 GLOO: Final = INTERFACE_VARIABLES[0]
 
 
-@pytest.fixture
-def network() -> Iterator[Network]:
-    with ExitStack() as opened:
-        try:
-            made = opened.enter_context(Network("redis", *NAMES))
-        except OSError as e:
-            pytest.skip(f"network namespaces need Linux, root, and `ip` of the Debian package iproute2: {e}")
-        there = f"/proc/{os.getpid()}/fd/{made._namespaces['b']}"
-        with made.inside("a"):
-            _ip(
-                f"link add name {LAN} type veth peer name {LAN} netns {there}",
-                f"link add {BARE} type veth peer name {BARE}p",
-            )
-        for name in NAMES:
-            with made.inside(name):
-                v4, v6 = (f"addr add {ON_LAN[name]}/24 dev {LAN}", f"addr add {ON_LAN_6[name]}/64 dev {LAN} nodad")
-                _ip(v4, v6, f"link set {LAN} up")
-        with made.inside("a"):
-            _ip(f"addr add fe80::7/64 dev {LAN} nodad")
-        opened.enter_context(made.inside("redis"))
-        yield made
-
-
-@pytest.fixture
-def redis(network: Network) -> Iterator[RedisServer]:
-    with NetworkServer(network.addresses["redis"]) as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_exported", {})
-    for variable in INTERFACE_VARIABLES:  # removed after the test, if handlers of this process set them
-        monkeypatch.setenv(variable, "")
-        monkeypatch.delenv(variable)
+network, redis, _environment = two_hosts.network, two_hosts.redis, two_hosts.own_interface_variables
 
 
 def on(network: Network, name: str, hosts: str, act: Callable[[], T], resolver: str = "") -> T:
@@ -291,119 +244,6 @@ def test_what_the_doctor_finds(network: Network, redis: RedisServer, monkeypatch
     assert on(network, "a", debian, look)["gloo"] == ("problem", f"{GLOO}=^docker0: there is no ^docker0")
     monkeypatch.setenv(GLOO, LAN)
     assert on(network, "a", debian, look)["gloo"] == ("ok", f"listens on {LAN}, as {GLOO} says")
-
-
-# -- an address that peers cannot reach
-
-
-@contextmanager
-def pair(network: Network, redis: RedisServer, **local_addr: str) -> Iterator[list[RedisRendezvousHandler]]:
-    """Handlers on both hosts, in the order of their ranks; call them on their host."""
-    run_id, made = f"test-{uuid.uuid4().hex[:12]}", []
-    try:
-        for name in NAMES:
-            with network.inside(name):
-                options: dict[str, Any] = {"node_name": name, "topology": name, "join_timeout": LIMIT}
-                params = RendezvousParameters("redis", redis.url, run_id, 2, 2, local_addr.get(name), **options)
-                handler = handler_from_parameters(params)
-            assert isinstance(handler, RedisRendezvousHandler)
-            made.append(handler)
-        with ThreadPoolExecutor(2) as pool:
-            joins = []
-            for name, handler in zip(NAMES, made, strict=True):
-
-                def join(name: str = name, handler: RedisRendezvousHandler = handler) -> int:
-                    with network.inside(name):
-                        return handler.next_rendezvous().rank
-
-                joins.append(pool.submit(join))
-            assert [join.result(LIMIT) for join in joins] == [0, 1], "by their labels"
-        yield made
-    finally:
-        for handler in made:
-            handler.shutdown()
-
-
-def has_tried() -> bool:
-    return all(thread.name != REACH_THREAD for thread in threading.enumerate())
-
-
-def unreached(redis: RedisServer, of: RedisRendezvousHandler) -> list[str]:
-    connection = Connection.open(redis.url)
-    try:
-        return [sentence(e) for e in RunControl(connection, of.backend.keys).events() if isinstance(e, Unreached)]
-    finally:
-        connection.close()
-
-
-CUT: Final = "peers cannot reach the address that rank 0 announced, and get no answer"
-
-
-@pytest.fixture
-def reach_within(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets the time within which a node has to connect to rank 0, in seconds."""
-    return partial(monkeypatch.setattr, "redelastic.rendezvous.handler.REACH_TIMEOUT")
-
-
-@pytest.mark.parametrize(
-    ("fault", "local_addr"),
-    [
-        pytest.param(True, "eth0", id="cut", marks=pytest.mark.fault(CUT, "log and events name address, port, node")),
-        pytest.param(False, "127.0.0.1", id="a loopback"),
-    ],
-)
-def test_a_rank_0_that_cannot_be_reached_is_reported(
-    network: Network,
-    redis: RedisServer,
-    reach_within: Callable[[float], None],
-    caplog: pytest.LogCaptureFixture,
-    local_addr: str,
-    *,
-    fault: bool,
-) -> None:
-    reach_within(1.0)
-    with ExitStack() as opened:
-        first, second = opened.enter_context(pair(network, redis, a=local_addr))
-        place = second._entered
-        assert place is not None
-        if fault:
-            opened.enter_context(network.cut(both_ways("b", ["a"])))
-        with network.inside("b"):
-            assert second.num_nodes_waiting() == 0
-        wait_until(has_tried, "it has tried")
-        [said] = unreached(redis, second)
-        assert f"rank 0, node {first.node.id}," in said
-        assert f"at {place.host} port {place.port}, but from {network.addresses['b']}" in said
-        assert "--local-addr" in said
-        assert [said in record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [True]
-        with network.inside("b"):
-            second.num_nodes_waiting()
-        assert has_tried(), "once in a round"
-
-
-def test_a_rank_0_that_can_be_reached_is_not_reported(network: Network, redis: RedisServer) -> None:
-    with pair(network, redis) as (first, second):
-        with network.inside("a"):
-            first.num_nodes_waiting()
-        assert has_tried(), "rank 0 reaches itself"
-        with network.inside("b"):
-            second.num_nodes_waiting()
-        wait_until(has_tried, "it has tried")
-        assert unreached(redis, second) == []
-
-
-def test_an_unreached_rank_0_of_an_old_round_is_not_reported(
-    network: Network, redis: RedisServer, reach_within: Callable[[float], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    reach_within(LIMIT)
-    with pair(network, redis, a="127.0.0.1") as (first, second):
-        with network.inside("b"):
-            second.num_nodes_waiting()
-        assert not has_tried(), "it tries for a minute"
-        first.end(Left(cause="exited"), "goes on")
-        wait_until(has_tried, "it tries no longer")
-        assert unreached(redis, second) == []
-    assert not [record for record in caplog.records if record.levelno == logging.ERROR]
 
 
 # -- jobs

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,13 +21,15 @@ import psutil
 import pytest
 from typing_extensions import Self
 
-from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.control import RunControl, UnknownRunError
+from redelastic.monitoring.records import Node
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import URL_VARIABLE, parse_endpoint
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import find_binary, reserve_port
 from tests.support.torchrun_job import REAPER, TOKEN
 
+ACCURACY: Final = re.compile(r'"event": "done".*"accuracy": ([0-9.]+)')  # what examples print at their end
 T = TypeVar("T")
 
 LIMIT: Final = 150.0  # for anything to happen, in seconds
@@ -314,3 +318,20 @@ def job_action(spec: Mapping[str, Any], code: int) -> str:
         if code in rule.get("onExitCodes", {}).get("values", []):
             return str(rule["action"])
     return "Count"
+
+
+def members(control: RunControl, count: int, *, steps: bool = True) -> list[Node]:
+    """The members of a round of so many nodes, by rank, once all have made steps in it (`workers/aware.py`)."""
+    try:
+        state = control.state()
+    except UnknownRunError:
+        return []
+    found = sorted((node for node in state.nodes if node.standing == "member"), key=lambda node: node.rank or 0)
+    at_work = all(node.status.get("state") == "running" and (not steps or node.step) for node in found)
+    return found if len(found) == state.size == count and at_work else []
+
+
+def record(folder: Path, event: str) -> list[dict[str, Any]]:
+    """What the workers of `workers/aware.py` did."""
+    whole, _, _ = (folder / "record.jsonl").read_text().rpartition("\n")  # the last line may be half-written
+    return [line for line in map(json.loads, whole.splitlines()) if line["event"] == event]

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Final
 
-ROOT: Final = str(Path(__file__).parents[2])
 PYTHON: Final = shlex.join([sys.executable, __file__])  # how it is called
 
 
@@ -30,5 +29,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path[0] = ROOT
+    sys.path[0] = str(Path(__file__).parents[2])
     sys.exit(main())
