@@ -11,11 +11,11 @@ from redelastic.monitoring.events import Started
 from redelastic.monitoring.report import describe
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import AgentJob
+from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LONG_LEASES
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
-SLOW = 3  # its rank
 EVEN_STEPS = 10_000
 SCRIPT = """
 import sys, time
@@ -38,25 +38,29 @@ def problems(job: AgentJob) -> list[str]:
     return [problem for node in report["nodes"] for problem in node["problems"]]
 
 
-def start(job: AgentJob, folder: Path, *arguments: object) -> None:
+def start(job: AgentJob, folder: Path, names: str, *arguments: object) -> None:
     script = folder / "paced.py"
     script.write_text(SCRIPT)
-    job.start("a", "b", script=script, arguments=tuple(map(str, arguments)), may_end=True)
+    job.start(*names, script=script, arguments=tuple(map(str, arguments)), may_end=True)
     job.wait_event(Started)
 
 
 @pytest.mark.fault("a rank is slower than the others", "`status` names it within some two minutes")
-def test_a_slow_rank_is_named(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "2:2", nproc=2, conf=LONG_LEASES) as job:
-        start(job, tmp_path, 0.05, SLOW, 10**6)
+@pytest.mark.parametrize("names", quick_first(["a", "ab"]))
+def test_a_slow_rank_is_named(server: RedisServer, tmp_path: Path, names: str) -> None:
+    nodes = len(names)
+    slow = 2 * nodes - 1
+    with AgentJob(server, tmp_path, f"{nodes}:{nodes}", nproc=2, conf=LONG_LEASES) as job:
+        start(job, tmp_path, names, 0.05, slow, 10**6)
         [line] = job.wait("a rank is slow", lambda: problems(job), 180)
-        assert f"(rank {SLOW}) is slow" in line
+        assert f"(rank {slow}) is slow" in line
 
 
+@pytest.mark.long
 @pytest.mark.fault("all ranks are equally fast, for 10,000 steps", "no rank is called slow")
 def test_equal_ranks_are_never_slow(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "2:2", nproc=2, conf=LONG_LEASES) as job:
-        start(job, tmp_path, 0.01, -1, EVEN_STEPS)
+        start(job, tmp_path, "ab", 0.01, -1, EVEN_STEPS)
         known = 0
         while any(node.process.poll() is None for node in job.nodes.values()):
             report = describe(job.control.state(), (), time.time())

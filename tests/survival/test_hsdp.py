@@ -22,6 +22,7 @@ EDITS = {  # double precision, a checkpoint of each step, and a last step that a
     "state.step < STEPS:": 'state.step < int((checkpoints / "last").read_text()):',
 }
 START_TIMEOUT = 150.0  # for a node and its workers, which import torch beside others that train, in seconds
+CONF = {"keep_alive_max_attempt": 8}
 MORE = 20  # steps until the last one, when a job is to finish
 
 
@@ -93,6 +94,24 @@ def reference(steps: int) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+@pytest.mark.timeout(400)  # above what waits take together
+@pytest.mark.fault(
+    "a node dies in a job of HSDP whose workers survive",
+    "the other one keeps its processes, and trains as one process does",
+)
+def test_a_node_of_hsdp_dies(server: RedisServer, tmp_path: Path) -> None:
+    with HsdpJob(server, tmp_path, "1:2", nproc=2, conf=CONF) as job:
+        for name in "ab":
+            job.begin_node(name)
+        job.await_round("ab")
+        job.await_steps()
+        lost, left = (node.name for node in job.control.state().members)
+        job.nodes[lost].kill()
+        assert job.await_round(left) == {left: True}
+        job.await_steps()
+        job.finish_soon(left)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)  # above what waits take together
 @pytest.mark.fault(
@@ -100,8 +119,7 @@ def reference(steps: int) -> list[torch.Tensor]:
     "the others keep their processes, and train as one process does",
 )
 def test_a_job_of_hsdp(server: RedisServer, tmp_path: Path) -> None:
-    conf = {"keep_alive_max_attempt": 8}
-    with HsdpJob(server, tmp_path, "2:3", nproc=2, conf=conf) as job:
+    with HsdpJob(server, tmp_path, "2:3", nproc=2, conf=CONF) as job:
         for name in "abc":
             job.begin_node(name)
         job.await_round("abc")
@@ -133,7 +151,7 @@ def test_a_job_of_hsdp(server: RedisServer, tmp_path: Path) -> None:
         job.finish_soon(one, two)
         assert max(event.epoch for event in job.events(Started)) == 6, "each change costs one round"
 
-    with HsdpJob(server, tmp_path, "2:2", nproc=2, conf=conf) as job:
+    with HsdpJob(server, tmp_path, "2:2", nproc=2, conf=CONF) as job:
         saved = job.saved_step()
         for name in "ab":
             job.begin_node(name)

@@ -98,7 +98,6 @@ def test_processes_survive_whatever_ends_their_peers(server: RedisServer, tmp_pa
 
 
 @pytest.mark.fault("a worker fails at the same step, again and again, and its peers' workers survive", "the job stops")
-@pytest.mark.long
 def test_survivors_whose_peer_always_fails_at_the_same_step_stop(server: RedisServer, tmp_path: Path) -> None:
     with SurvivingJob(server, tmp_path, "2:2", conf=LONG_LEASES) as job:
         (tmp_path / "poison-b").write_text("3")
@@ -208,7 +207,6 @@ def test_a_pause_for_a_node_that_is_gone(server: RedisServer, tmp_path: Path) ->
 
 
 @pytest.mark.fault("a node is frozen whose peers survive, and thaws", "it goes on with its process, in the next round")
-@pytest.mark.long
 def test_a_thawed_node_comes_back_with_its_process(losing_job: SurvivingJob) -> None:
     job = losing_job
     job.begin("a", "b", "c")
@@ -223,7 +221,6 @@ def test_a_thawed_node_comes_back_with_its_process(losing_job: SurvivingJob) -> 
 
 
 @pytest.mark.fault("a surviving worker does not leave its round", "its node starts it anew; the others go on meanwhile")
-@pytest.mark.long
 def test_a_worker_that_does_not_leave_its_round_is_started_anew(job: SurvivingJob) -> None:
     job.begin("a", "b", "c", options=("--park-timeout=1",))
     first = job.wait_round("abc")
