@@ -83,15 +83,22 @@ def pytest_collection(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have each process of xdist begin with slow tests: of this order, worksteal gives each a stretch."""
+    """Have each process of xdist begin with its slowest tests: of this order, worksteal gives each a stretch."""
     modules: dict[Path, list[pytest.Item]] = {}
     for item in items:
         modules.setdefault(item.path, []).append(item)
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     stretches: list[list[pytest.Item]] = [[] for _ in range(processes)]
-    for path in sorted(modules, key=lambda path: path.parent.name not in _SLOW):
+    limits = {path: max(map(_limit, tests)) for path, tests in modules.items()}
+    for path in sorted(modules, key=lambda path: (path.parent.name not in _SLOW, -limits[path])):
         min(stretches, key=len).extend(modules[path])
     items[:] = [item for stretch in stretches for item in stretch]
+
+
+def _limit(item: pytest.Item) -> float:
+    """The time limit of a test, in seconds, or 0 for the default: what may take the longest begins first."""
+    mark = item.get_closest_marker("timeout")
+    return float(mark.args[0]) if mark else 0
 
 
 def _keep_files_in_memory() -> None:
