@@ -207,7 +207,9 @@ def _train_in_rounds(last: int) -> tuple[Held, Held]:
     process, held = psutil.Process(), []
 
     def train(this: redelastic.Round) -> None:
-        held.append(Held(process.num_fds(), process.num_threads(), process.memory_info().rss / 1e6))
+        memory = process.memory_info()
+        own = memory.rss - memory.shared  # what it has read of libraries grows, and is the same for all processes
+        held.append(Held(process.num_fds(), process.num_threads(), own / 1e6))
         ddp = DistributedDataParallel(model)
         while True:
             ddp(torch.ones(1, 1000)).sum().backward()
