@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +31,7 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_p
 from tests.support.agent_job import AWARE
 from tests.support.fault_matrix import Measured
 from tests.support.liveness import lives
-from tests.support.namespaces import LINK, Network, NetworkServer, both_ways
+from tests.support.namespaces import LINK, Network, NetworkServer, both_ways, redis_and_hosts
 from tests.support.servers import wait_until
 from tests.support.torchrun_job import LIMIT, Job
 
@@ -45,13 +45,8 @@ LEASE: Final = 3 * INTERVAL
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    with ExitStack() as opened:
-        try:
-            made = opened.enter_context(Network("redis", *NAMES))
-        except OSError as e:
-            pytest.skip(f"network namespaces need Linux, root, and `ip` of the Debian package iproute2: {e}")
-        opened.enter_context(made.inside("redis"))
-        yield made
+    with redis_and_hosts(*NAMES) as network:
+        yield network
 
 
 @pytest.fixture

@@ -41,7 +41,6 @@ class Small(AgentJob):
         return path.read_text().split() if path.exists() else []
 
 
-@pytest.mark.long
 @LIBRARIES
 @pytest.mark.fault("a node drains while the Trainer evaluates for longer than `--drain-timeout`", "it loses no step")
 def test_a_drain_during_an_evaluation_saves(library: str, server: RedisServer, tmp_path: Path) -> None:
@@ -59,7 +58,6 @@ def test_a_drain_during_an_evaluation_saves(library: str, server: RedisServer, t
 
 @LIBRARIES
 @pytest.mark.fault("a Trainer's test or evaluation after the training takes longer than `--hang-timeout`", "no hang")
-@pytest.mark.long
 def test_testing_after_the_training_is_no_hang(library: str, server: RedisServer, tmp_path: Path) -> None:
     with Small(server, tmp_path, library) as job:
         job.tell("finish")
@@ -70,7 +68,6 @@ def test_testing_after_the_training_is_no_hang(library: str, server: RedisServer
 
 
 @pytest.mark.fault("rank 0 of a Trainer saves for longer than `--hang-timeout`, and the others wait for it", "no hang")
-@pytest.mark.long
 def test_a_long_save_is_no_hang(server: RedisServer, tmp_path: Path) -> None:
     with Small(server, tmp_path, "transformers", nproc=2) as job:
         job.tell("finish")
@@ -93,7 +90,6 @@ def test_a_drain_waits_for_a_save_in_the_background(server: RedisServer, tmp_pat
         assert max(checkpoint["global_step"] for checkpoint in saved) >= asked_after
 
 
-@pytest.mark.long
 @LIBRARIES
 @pytest.mark.fault(
     "a Trainer's newest checkpoint raises when it is loaded", "the next round resumes from the one before"

@@ -15,7 +15,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support.commands import run_command
-from tests.support.namespaces import Network, NetworkServer
+from tests.support.namespaces import Network, NetworkServer, redis_and_hosts
 from tests.support.preflight_draws import FAULTS
 from tests.support.preflight_job import Hosts
 
@@ -85,13 +85,8 @@ def test_a_wrong_option_is_refused(argument: str, message: str) -> None:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    with ExitStack() as opened:
-        try:
-            made = opened.enter_context(Network("redis", *NAMES, "vm-d"))
-        except OSError as e:
-            pytest.skip(f"network namespaces need Linux, root, and `ip` of the Debian package iproute2: {e}")
-        opened.enter_context(made.inside("redis"))
-        yield made
+    with redis_and_hosts(*NAMES, "vm-d") as network:
+        yield network
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+import pytest
 from typing_extensions import Self
 
 from redelastic.redis.server import RedisServer
@@ -194,6 +195,18 @@ def _carry(device: int, stop: int, delay: float, loss: float) -> None:
         while late and late[0][0] <= time.monotonic():
             with contextlib.suppress(OSError):  # the router refuses the packet: it is lost
                 os.write(device, late.popleft()[1])
+
+
+@contextlib.contextmanager
+def redis_and_hosts(*names: str) -> Iterator[Network]:
+    """A network of these hosts and that of Redis, on which this thread is; a test that cannot have it is skipped."""
+    with contextlib.ExitStack() as opened:
+        try:
+            network = opened.enter_context(Network("redis", *names))
+        except OSError as e:
+            pytest.skip(f"network namespaces need Linux, root, and `ip` of the Debian package iproute2: {e}")
+        opened.enter_context(network.inside("redis"))
+        yield network
 
 
 class NetworkServer(RedisServer):

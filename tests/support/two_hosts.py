@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Final
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous import addresses
 from redelastic.rendezvous.addresses import INTERFACE_VARIABLES
-from tests.support.namespaces import Network, NetworkServer, _ip
+from tests.support.namespaces import Network, NetworkServer, _ip, redis_and_hosts
 
 NAMES: Final = ("a", "b")
 LAN: Final = "lan0"  # a second interface of both hosts, not of Redis
@@ -24,11 +23,7 @@ BARE: Final = "bare0"  # an interface of a without an address
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    with ExitStack() as opened:
-        try:
-            made = opened.enter_context(Network("redis", *NAMES))
-        except OSError as e:
-            pytest.skip(f"network namespaces need Linux, root, and `ip` of the Debian package iproute2: {e}")
+    with redis_and_hosts(*NAMES) as made:
         there = f"/proc/{os.getpid()}/fd/{made._namespaces['b']}"
         with made.inside("a"):
             _ip(
@@ -41,7 +36,6 @@ def network() -> Iterator[Network]:
                 _ip(v4, v6, f"link set {LAN} up")
         with made.inside("a"):
             _ip(f"addr add fe80::7/64 dev {LAN} nodad")
-        opened.enter_context(made.inside("redis"))
         yield made
 
 
