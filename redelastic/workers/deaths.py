@@ -16,6 +16,8 @@ from typing import Any, Final, NamedTuple
 
 # Read the status, and leave it to the code that waits for the worker.
 EXITED = os.WEXITED | os.WNOWAIT if hasattr(os, "WNOWAIT") else 0
+# By how much a file's time of change may lag behind the clock, in seconds: before 6.13, Linux counts it in ticks.
+_TICK: Final = 0.02
 # How gloo, NCCL, torch's stores and its process groups report that another process is gone or silent.
 _PEER: Final = re.compile(
     r"connection (?:was )?(?:closed|aborted) by (?:remote )?peer|connection (?:reset|refused)|broken pipe|"
@@ -139,4 +141,5 @@ def error_in(path: str) -> Error | None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     # The file has full seconds only. It is written at once, unless the disk is slow or has a clock of its own.
-    return Error(str(message), changed if second <= changed < second + 1 else second + 1)
+    at = max(second, changed) if second - _TICK <= changed < second + 1 else second + 1
+    return Error(str(message), at)

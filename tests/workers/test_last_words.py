@@ -54,7 +54,9 @@ def test_other_ranks_exceptions_are_passed_over() -> None:
     assert last_exception("[rank1]: ValueError: own\n[rank2]: KeyError: other\n", 1) == "ValueError: own"
 
 
-@pytest.mark.parametrize(("changed", "at"), [(1000.25, 1000.25), (1003.5, 1001.0), (10.0, 1001.0)])
+@pytest.mark.parametrize(
+    ("changed", "at"), [(1000.25, 1000.25), (1000 - 1 / 64, 1000.0), (1003.5, 1001.0), (10.0, 1001.0)]
+)
 def test_an_error_file_tells_when_the_worker_raised(tmp_path: Path, changed: float, at: float) -> None:
     """To the file's own precision, if its time agrees with the full second that torch wrote into it."""
     file = tmp_path / "error.json"

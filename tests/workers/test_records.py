@@ -130,14 +130,22 @@ def test_a_hung_rank_may_wait_for_another_one(done: tuple[bool, ...] | None, may
 # -- from workers
 
 board, start = worker_processes.board, worker_processes.start_on_board
-WORKER = """
-import sys, time
+REPORTS = """
+import ctypes, sys, time
 from types import ModuleType, SimpleNamespace
 sys.modules["torch"] = torch = ModuleType("torch")
 torch._C = SimpleNamespace(_distributed_c10d=SimpleNamespace(_dump_fr_trace_json=lambda **_: b'{"entries": []}'))
 from redelastic.worker import progress
 progress(1)
-print("ready", flush=True)
+"""
+WORKER = REPORTS + 'print("ready", flush=True)\n'
+# Its other thread would answer a request that comes before the lock is held: so "ready" is written with the lock, too.
+HOLDS_LOCK = f"""
+import sys; sys.setswitchinterval(1000)
+{REPORTS}
+libc = ctypes.PyDLL(None)
+libc.write(1, b"ready\\n", 6)
+libc.sleep(1000)
 """
 within = Within(TIMEOUT)
 
@@ -149,7 +157,7 @@ def test_a_worker_answers_each_request(board: ProgressBoard, start: StartOnBoard
 
 
 def test_a_worker_that_holds_the_interpreters_lock_is_not_waited_for(board: ProgressBoard, start: StartOnBoard) -> None:
-    start(WORKER + "import ctypes; ctypes.PyDLL(None).sleep(1000)")
+    start(HOLDS_LOCK)
     start(WORKER + "time.sleep(1000)", 1)
     begun = time.monotonic()
     found = last_collectives(board, lambda: [0, 1], 0, 1.0)
@@ -158,7 +166,7 @@ def test_a_worker_that_holds_the_interpreters_lock_is_not_waited_for(board: Prog
 
 
 def test_a_worker_that_ends_while_it_is_asked_is_not_waited_for(board: ProgressBoard, start: StartOnBoard) -> None:
-    start(WORKER + "import ctypes; ctypes.PyDLL(None).sleep(1000)")
+    start(HOLDS_LOCK)
     looks = iter(([0], [0], []))
     assert last_collectives(board, lambda: next(looks), 0, math.inf) == {}
 
