@@ -210,7 +210,8 @@ def free_ports() -> Iterator[list[int]]:
 def new_node(server: RedisServer, run_id: str) -> Iterator[NodeFactory]:
     """Makes handlers, each a node of the test's run, and shuts them down afterwards.
 
-    Unless a test says otherwise, they outlive a machine that stands still for some seconds.
+    Unless a test says otherwise, they outlive a machine that stands still for some seconds, and a round waits for nodes
+    until it has all that it may have, or 60 s.
     """
     made: list[RedisRendezvousHandler] = []
 
@@ -218,7 +219,7 @@ def new_node(server: RedisServer, run_id: str) -> Iterator[NodeFactory]:
         min_nodes: int = 1, max_nodes: int = 4, *, url: str | None = None, **config: Any
     ) -> RedisRendezvousHandler:
         lease = {} if "keep_alive_interval" in config else {"keep_alive_interval": 0.3, "keep_alive_max_attempt": 20}
-        config = {"last_call_timeout": 0.2, "join_timeout": 100} | lease | config
+        config = {"last_call_timeout": 60, "join_timeout": 100} | lease | config
         params = RendezvousParameters(
             "redis", url or server.url, config.pop("run_id", run_id), min_nodes, max_nodes, **config
         )

@@ -38,9 +38,16 @@ class Site:
         self.nodes: list[RedisRendezvousHandler] = []
 
     def start(
-        self, script: str, sizes: tuple[int, int], kind: type[RegroupingAgent], *, max_restarts: int = 3, **more: Any
+        self,
+        script: str,
+        sizes: tuple[int, int],
+        kind: type[RegroupingAgent],
+        *,
+        max_restarts: int = 3,
+        last_call: float = 60,
+        **more: Any,
     ) -> Future[RunResult]:
-        node = self._new_node(*sizes, keep_alive_interval=0.4)
+        node = self._new_node(*sizes, keep_alive_interval=0.4, last_call_timeout=last_call)
         self.nodes.append(node)
         spec = WorkerSpec(
             "test", 1, node, entrypoint="sh", args=("-c", BEGINS + script, str(self.folder)), max_restarts=max_restarts
@@ -61,12 +68,16 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path, new_node: NodeFactory, connection: Connection, keys: RunKeys) -> Iterator[Site]:
+    control = RunControl(connection, keys)
     with ThreadPoolExecutor(4) as pool:
-        yield Site(tmp_path, new_node, RunControl(connection, keys), pool)
+        made = Site(tmp_path, new_node, control, pool)
+        yield made
+        made.tell("over")  # the agents of a test that has failed may wait for workers, or for nodes
+        control.close("by the test", stop=True)
 
 
 def await_file(name: str) -> str:
-    return f"until test -e {name}; do sleep 0.02; done; "
+    return f"until test -e {name} || test -e over; do sleep 0.02; done; "
 
 
 @pytest.mark.fault(
@@ -193,7 +204,7 @@ def test_a_limit_that_is_no_number_is_refused_before_the_job(
 
 @pytest.mark.fault("torchrun: one host cannot start its workers", "it leaves; the others' run is not closed")
 def test_an_error_of_one_host_closes_nothing(site: Site, tmp_path: Path) -> None:
-    going_on = site.start(await_file("finish") + "exit 0", (1, 2), RegroupingAgent)
+    going_on = site.start(await_file("finish") + "exit 0", (1, 2), RegroupingAgent, last_call=0)
     until(lambda: site.ran(0, 1), "the first one runs")
     node = site._new_node(1, 2)
     spec = WorkerSpec("test", 1, node, entrypoint=str(tmp_path / "missing"), args=(), max_restarts=3)

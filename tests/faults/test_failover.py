@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.mark.fault(TAKES_OVER, GOES_ON)
 def test_a_running_group(shard: Shard, new_node: NodeFactory, run_id: str, measured: Measured) -> None:
-    nodes = new_group(new_node, shard, 1, 4)
+    nodes = new_group(new_node, shard, 1, 3)
     join(*nodes)
     before = record(nodes[0])
     shard.replicate(run_id)

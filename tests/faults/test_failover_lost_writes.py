@@ -182,7 +182,7 @@ def test_a_lost_round_that_one_node_entered(
 ) -> None:
     """The other nodes do not know of that round, and complete another of the same epoch, with a fourth node."""
     attempts = 30 if case == "it is in the other round too" else 3
-    nodes = new_group(new_node, in_cluster, 3, 4, 4, keep_alive_max_attempt=attempts)
+    nodes = new_group(new_node, in_cluster, 3, 4, 4, keep_alive_max_attempt=attempts, last_call_timeout=0.2)
     one, two, lucky, newcomer = nodes
     join(one, two, lucky)
     gates = {node: Gate(node) for node in nodes}

@@ -53,7 +53,7 @@ def pair(own_server: RedisServer) -> Iterator[Shard]:
 def test_a_master_that_refuses_writes(
     pair: Shard, new_node: NodeFactory, caplog: pytest.LogCaptureFixture, measured: Measured
 ) -> None:
-    *nodes, newcomer = new_group(new_node, pair, 2, 3)
+    *nodes, newcomer = new_group(new_node, pair, 2, 3, last_call_timeout=0)
     join(*nodes)
     before = record(nodes[0])
     with pair.get_client() as admin:

@@ -91,7 +91,7 @@ def test_a_running_group_outlives_an_outage(
     outage: tuple[RedisServer, Callable[[], None]], new_node: NodeFactory, measured: Measured
 ) -> None:
     server, happens = outage
-    nodes = [new_node(1, 4, url=server.url, keep_alive_interval=INTERVAL, join_timeout=120) for _ in range(3)]
+    nodes = [new_node(1, 3, url=server.url, keep_alive_interval=INTERVAL, join_timeout=120) for _ in range(3)]
     places = join(*nodes)
     before = record(nodes[0])
     happens()
@@ -188,7 +188,7 @@ def silenced(node: RedisRendezvousHandler) -> Iterator[None]:
 @pytest.mark.fault("newcomers are first at an empty Redis", "I4, I9: the higher epoch wins, the newcomers join it")
 def test_newcomers_at_an_empty_server_give_way_to_the_old_group(own_server: RedisServer, new_node: NodeFactory) -> None:
     """A newcomer forms a group of its own there; the old group's epoch is higher."""
-    old = [new_node(1, 3, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
+    old = [new_node(1, 3, url=own_server.url, keep_alive_interval=INTERVAL, last_call_timeout=2) for _ in range(2)]
     join(*old)
     join(*old)
     with ExitStack() as stack:
@@ -327,7 +327,7 @@ def test_a_server_without_memory_evicts_nobody(own_server: RedisServer, new_node
     "Redis comes back empty on a host whose clock is behind", "I7: every node receives what happens next"
 )
 def test_wake_ups_of_a_server_with_lower_ids_are_received(own_server: RedisServer, new_node: NodeFactory) -> None:
-    nodes = [new_node(1, 3, url=own_server.url, keep_alive_interval=INTERVAL, last_call_timeout=1) for _ in range(3)]
+    nodes = [new_node(1, 3, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(3)]
     join(*nodes)
 
     def all_hear_of(name: str) -> bool:

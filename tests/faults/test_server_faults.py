@@ -158,7 +158,8 @@ def test_a_join_gives_up_at_its_timeout_and_says_why(
 ) -> None:
     least = 1 if known == "as a member" else 2
     patience = 3 if known == "as a member" else 8  # a candidate begins to wait before the memory is full
-    node = new_node(least, 2, url=own_server.url, keep_alive_interval=INTERVAL, join_timeout=patience, read_timeout=1)
+    config = {"keep_alive_interval": INTERVAL, "last_call_timeout": 0, "join_timeout": patience, "read_timeout": 1}
+    node = new_node(least, 2, url=own_server.url, **config)
     if least == 1:
         join(node)
     with ThreadPoolExecutor(1) as pool:

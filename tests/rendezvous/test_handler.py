@@ -282,7 +282,7 @@ class TestWhatMayComeBetween:
     def test_a_node_of_a_broken_round_closes_nothing_though_redis_has_lost_its_data(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
     ) -> None:
-        first, second, newcomer = (new_node(2, 3, keep_alive_interval=1) for _ in range(3))
+        first, second, newcomer = (new_node(2, 3, keep_alive_interval=1, last_call_timeout=0) for _ in range(3))
         join_all(pool, first, second)
         waiting = pool.submit(newcomer.next_rendezvous)
         until(first.num_nodes_waiting, "somebody waits")

@@ -143,9 +143,9 @@ class TestNodes:
     @pytest.mark.fault("a node without the job's join secret", "it has to leave, and the others go on")
     def test_one_has_another(self, secrets_of: Secrets, pool: ThreadPoolExecutor) -> None:
         """The others go on without it, whichever rank it had, and it does not come back."""
-        nodes = [secrets_of.node("ours", 2, 3) for _ in range(2)]
+        nodes = [secrets_of.node("ours", 2, 3, last_call_timeout=0) for _ in range(2)]
         join_all(pool, *nodes)
-        stranger = secrets_of.node("theirs", 2, 3)
+        stranger = secrets_of.node("theirs", 2, 3, last_call_timeout=0)
         refused, id_of_stranger = pool.submit(stranger.next_rendezvous), stranger.node.id
         until(lambda: all(node.num_nodes_waiting() for node in nodes), "the members know of the stranger")
         infos = join_all(pool, *nodes)
@@ -166,9 +166,9 @@ class TestNodes:
             refused.result(LONG)
 
     def test_one_has_none(self, secrets_of: Secrets, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
-        nodes = [secrets_of.node("ours", 2, 3, read_timeout=SOON) for _ in range(2)]
+        nodes = [secrets_of.node("ours", 2, 3, last_call_timeout=0, read_timeout=SOON) for _ in range(2)]
         join_all(pool, *nodes)
-        stranger = new_node(2, 3)
+        stranger = new_node(2, 3, last_call_timeout=0)
         joined = pool.submit(stranger.next_rendezvous)
         until(lambda: all(node.num_nodes_waiting() for node in nodes), "the members know of the stranger")
         infos = join_all(pool, *nodes)
@@ -191,9 +191,9 @@ class TestNodes:
     def test_a_node_with_a_secret_leaves_a_run_without(
         self, secrets_of: Secrets, new_node: NodeFactory, pool: ThreadPoolExecutor
     ) -> None:
-        nodes = [new_node(2, 3) for _ in range(2)]
+        nodes = [new_node(2, 3, last_call_timeout=0) for _ in range(2)]
         join_all(pool, *nodes)
-        stranger = secrets_of.node("theirs", 2, 3, read_timeout=SOON)
+        stranger = secrets_of.node("theirs", 2, 3, last_call_timeout=0, read_timeout=SOON)
         refused = pool.submit(stranger.next_rendezvous)
         until(lambda: all(node.num_nodes_waiting() for node in nodes), "the members know of the stranger")
         join_all(pool, *nodes)

@@ -49,7 +49,7 @@ class TestRegrouping:
 
     def test_a_join_does_not_delay_a_heartbeat_that_is_due_before(self, new_node: NodeFactory) -> None:
         """That heartbeat may be the one that checks the lease of a silent node (I7)."""
-        node = new_node(1, 2, keep_alive_interval=30)
+        node = new_node(1, 2, keep_alive_interval=30, last_call_timeout=0)
         node.next_rendezvous()
         node.keeper.schedule(20)
         due = node.keeper.due()

@@ -27,10 +27,10 @@ def until_joined(client: redis.Redis, keys: RunKeys, n: int) -> None:
 
 class TestRegrouping:
     def test_a_late_node_is_taken_in_and_ranks_stick(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
-        nodes = [new_node(2, 3) for _ in range(2)]
+        nodes = [new_node(2, 3, last_call_timeout=0) for _ in range(2)]
         before = join_all(pool, *nodes)
         assert [n.num_nodes_waiting() for n in nodes] == [0, 0]
-        late = new_node(2, 3)
+        late = new_node(2, 3, last_call_timeout=0)
         joining = pool.submit(late.next_rendezvous)
         until(lambda: all(n.num_nodes_waiting() for n in nodes), "the members know of the late node")
         assert not joining.done()  # I1: it waits for the members
@@ -212,10 +212,10 @@ class TestRegrouping:
         assert sum("n1 lost its lease" in text for text in caplog.messages) == 1
 
     def test_a_late_node_does_not_end_the_waits(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
-        nodes = [new_node(2, 3) for _ in range(2)]
+        nodes = [new_node(2, 3, last_call_timeout=0) for _ in range(2)]
         infos = join_all(pool, *nodes)
         blocked: Future[bytes] = pool.submit(infos[0].store.get, "key")
-        late = pool.submit(new_node(2, 3).next_rendezvous)
+        late = pool.submit(new_node(2, 3, last_call_timeout=0).next_rendezvous)
         until(nodes[0].num_nodes_waiting, "the members know")
         infos[1].store.set("key", "value")
         assert blocked.result(LONG) == b"value"

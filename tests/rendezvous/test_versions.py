@@ -49,7 +49,7 @@ def test_a_node_of_a_run_that_was_removed(
     server: RedisServer, client: redis.Redis, new_node: NodeFactory, keys: RunKeys
 ) -> None:
     with FaultyProxy(HOST, port_of(server)) as proxy:
-        old = new_node(1, 2, url=server.url.replace(str(port_of(server)), str(proxy.port)))
+        old = new_node(1, 2, url=server.url.replace(str(port_of(server)), str(proxy.port)), last_call_timeout=0)
         for epoch in range(1, 4):
             old.next_rendezvous()
             assert held(old) == epoch

@@ -32,7 +32,7 @@ def test_a_stream_that_takes_no_more_entries(
     client: redis.Redis, new_node: NodeFactory, keys: RunKeys, control: RunControl, name: str
 ) -> None:
     """A member hears of the next change by its heartbeat at the latest: its place is behind all others."""
-    node = new_node(1, 2)
+    node = new_node(1, 2, last_call_timeout=0)
     first = node.next_rendezvous()
     client.xadd(getattr(keys, name), {"event": "x"}, id=LARGEST)
     control.note(Hung(node=node.node.id))
@@ -51,7 +51,7 @@ def test_a_member_that_has_read_the_largest_id_hears_on(
     client: redis.Redis, new_node: NodeFactory, keys: RunKeys, control: RunControl
 ) -> None:
     """A request to save is in no heartbeat's reply, and its id is lower."""
-    node = new_node(1, 2)
+    node = new_node(1, 2, last_call_timeout=0)
     node.next_rendezvous()
     client.xadd(keys.wake, {"event": "x"}, id=LARGEST)
     asked = control.save("why", 30)
@@ -63,7 +63,7 @@ def test_a_member_that_has_read_the_largest_id_hears_on(
 def test_closing_a_run_whose_stream_takes_no_more_entries(
     client: redis.Redis, new_node: NodeFactory, keys: RunKeys, control: RunControl, name: str
 ) -> None:
-    new_node(1, 2).next_rendezvous()
+    new_node(1, 2, last_call_timeout=0).next_rendezvous()
     client.xadd(getattr(keys, name), {"event": "x"}, id=LARGEST)
     assert isinstance(control.close("enough", stop=True), Stopped)
     assert control.state().stopped
@@ -83,7 +83,7 @@ def test_a_close_that_fails_makes_no_run(client: redis.Redis, keys: RunKeys, con
 def test_close_does_not_both_fail_and_close(
     client: redis.Redis, new_node: NodeFactory, keys: RunKeys, control: RunControl, name: str
 ) -> None:
-    new_node(1, 2).next_rendezvous()
+    new_node(1, 2, last_call_timeout=0).next_rendezvous()
     client.set(getattr(keys, name), "theirs")
     with pytest.raises(CorruptStateError, match="is a string, but a run needs a stream"):
         control.close("enough", stop=True)

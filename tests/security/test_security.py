@@ -40,7 +40,7 @@ HOSTILE: Final = "\x1b[2J\x1b]0;owned\x07[red]\n\r\u202e<script>alert(1)</script
 def test_nothing_from_redis_is_obeyed(  # noqa: PLR0917  (fixtures)
     server: RedisServer, client: redis.Redis, new_node: NodeFactory, keys: RunKeys, run_id: str, tmp_path: Path
 ) -> None:
-    node = new_node(1, 2, keep_alive_interval=20)
+    node = new_node(1, 2, keep_alive_interval=20, last_call_timeout=0)
     node.next_rendezvous()
     name = f"{HOSTILE}-1-0123456789ab"
     client.zadd(keys.candidates, {name: 5})
