@@ -57,6 +57,7 @@ HIGH_FILE: Final = 500  # file descriptors are given out from the lowest up
 SLOT_BYTES: Final = 160
 LOOK_INTERVAL_MS: Final = 100  # on average
 GOLDEN_RATIO: Final = 0.618034  # its multiples are spread evenly over the fractions
+SETTLED_LOOKS: Final = 10  # in a row without a new process group, or one that has yet to be used
 CALL_BITS: Final = 44  # 17 * 10^12 calls, and 500,000 requests
 
 # The slot of a process that has no agent or is not the worker; nothing reads it.
@@ -239,35 +240,60 @@ def _start_thread(slot: memoryview[int]) -> None:
 def _attend(slot: memoryview[int], asks: int, records: int) -> None:
     requests = select.poll()
     requests.register(asks, select.POLLIN)
+    recorders = _Recorder("_dump_fr_trace_json", of_nccl=False), _Recorder("_dump_nccl_trace_json", of_nccl=True)
     for place in count():
         # Looks at even intervals might always meet the same moment of a step.
         if not requests.poll(2 * LOOK_INTERVAL_MS * (place * GOLDEN_RATIO % 1)):
-            with contextlib.suppress(Exception):  # of a torch that does it differently
-                slot[WAITS] += any(map(_goes_on, _dump_flight_recorders(includeCollectives=False)))
-                slot[LOOKS] += 1
+            seen = [recorder.look() for recorder in recorders]
+            slot[WAITS] += any(seen)
+            slot[LOOKS] += seen != [None, None]
         elif os.read(asks, 1):
-            held = b"["
-            with contextlib.suppress(Exception):
-                held += b",".join(_dump_flight_recorders(includeCollectives=True))
+            documents = [document for recorder in recorders if (document := recorder.dump(includeCollectives=True))]
             with os.fdopen(records, "ab", closefd=False) as file:
-                file.write(held + b"]\n")
+                file.write(b"[" + b",".join(documents) + b"]\n")
         else:
             return  # the agent is gone
 
 
-def _dump_flight_recorders(**options: bool) -> Iterator[bytes]:
-    """The JSON documents of torch's recorders: one for gloo and others, and one for NCCL in builds that have it."""
-    c10d = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if dump := getattr(c10d, name, None):
-            document = dump(onlyActive=False, **options)
-            yield document if isinstance(document, bytes) else document.encode()
+class _Recorder:
+    """One of torch's flight recorders: that of NCCL in builds that have it, or that of gloo and others.
 
+    torch (2.13) adds a process group to it at the group's first collective, and dumps its groups without their lock: a
+    dump at that moment may crash the process.
+    """
 
-def _goes_on(document: bytes) -> bool:
-    """Whether a collective goes on in any group."""
-    groups = json.loads(document)["pg_status"].values()
-    return any(int(one["last_enqueued_collective"]) > int(one["last_completed_collective"]) for one in groups)
+    def __init__(self, function: str, *, of_nccl: bool) -> None:
+        self._function, self._of_nccl = function, of_nccl
+        self._groups: tuple[int, int] = 0, 0  # at the last look: how many had been made, and how many it has
+        self._settled = 0  # looks in a row
+
+    def dump(self, **options: bool) -> bytes | None:
+        """What it holds, as a JSON document; None if this torch has no such recorder, or dumps it differently."""
+        with contextlib.suppress(Exception):
+            c10d = sys.modules["torch"]._C._distributed_c10d  # noqa: SLF001
+            document = getattr(c10d, self._function)(onlyActive=False, **options)
+            return document if isinstance(document, bytes) else document.encode()
+        return None
+
+    def look(self) -> bool | None:
+        """Whether a collective goes on in any group; None if that is not known, or a dump is not safe."""
+        with contextlib.suppress(Exception):
+            if self._is_settled() and (document := self.dump(includeCollectives=False)):
+                groups = json.loads(document)["pg_status"].values()
+                return any(
+                    int(one["last_enqueued_collective"]) > int(one["last_completed_collective"]) for one in groups
+                )
+        return None
+
+    def _is_settled(self) -> bool:
+        """Whether it has all groups: none is new, and each has been used for some looks."""
+        world = sys.modules["torch.distributed.distributed_c10d"]._world  # noqa: SLF001
+        backends = [each._get_backend(device) for each in list(world.pg_names) for device in each._device_types]  # noqa: SLF001
+        own = [each for each in backends if (each._get_backend_name() == "nccl") == self._of_nccl]  # noqa: SLF001
+        all_used = own and all(each._get_sequence_number_for_group() for each in own)  # noqa: SLF001
+        before, self._groups = self._groups, (world.group_count, len(own))
+        self._settled = self._settled + 1 if all_used and before == self._groups else 0
+        return self._settled > SETTLED_LOOKS
 
 
 def _is_alive(pid: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,10 @@ from tests.support.worker_scripts import Dialogue, run
 
 board = worker_processes.board
 until = Within(60)
+records_gloo = pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
+    reason="the flight recorder of this torch knows nothing of gloo",
+)
 
 
 def test_the_board_shows_calls_and_the_last_step(board: ProgressBoard) -> None:
@@ -201,6 +207,72 @@ turn(own.complete)
         workers.ask_to_save(by_signal=False)
         assert workers.have_saved(), "no worker can be asked, which counts as saved"
     workers.close()
+
+
+@records_gloo
+def test_a_worker_looks_whether_a_collective_goes_on(board: ProgressBoard, tmp_path: Path) -> None:
+    code = f"""
+import torch.distributed as dist
+rank = int(sys.stdin.readline())
+dist.init_process_group("gloo", store=dist.FileStore("{tmp_path}/store"), rank=rank, world_size=2)
+dist.barrier()
+progress(0)
+(dist.barrier if rank == 0 else sys.stdin.readline)()
+"""
+    with Dialogue(code, board.environment(0)) as waits, Dialogue(code, board.environment(1)) as computes:
+        waits.say("0")
+        computes.say("1")
+        until(lambda: board.read(0).waits and board.read(1).looks)
+        before = board.read(0)
+        until(lambda: board.read(0).looks >= before.looks + 5)
+        after = board.read(0)
+        assert after.waits - before.waits >= after.looks - before.looks - 1, "all but one that is half counted"
+        assert board.read(1).waits == 0
+
+
+@records_gloo
+@pytest.mark.fault(
+    "a process group is used for the first time",
+    "torch's flight recorder is not read then: that could crash the worker",
+)
+def test_the_flight_recorder_is_left_alone_while_a_group_has_yet_to_be_used(board: ProgressBoard) -> None:
+    code = """
+import torch.distributed as dist
+from redelastic import worker
+def turn(action):
+    action()
+    print(flush=True)
+    sys.stdin.readline()
+worker.LOOK_INTERVAL_MS = 0
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+turn(lambda: progress(0))
+turn(dist.barrier)
+made = []
+turn(lambda: made.append(dist.new_group()))
+turn(lambda: dist.barrier(*made))
+turn(dist.destroy_process_group)
+"""
+
+    def looks() -> int:
+        """How many there have been, once the thread has had the time for some more: it looks after each answer."""
+        for _ in range(20):
+            board.ask_for_records(0)
+            until(lambda: board.records(0, 1 << 20) is not None)
+        return board.read(0).looks
+
+    with Dialogue(code, board.environment(0)) as script:
+        script.answer()
+        assert looks() == 0
+        script.next()
+        until(looks)
+        script.next()
+        before = looks()
+        assert looks() == before, "the second group has yet to be used"
+        script.next()
+        until(lambda: looks() > before)
+        script.next()
+        before = looks()
+        assert looks() == before, "no group is left"
 
 
 def test_a_successor_does_not_inherit_saves_or_phases(board: ProgressBoard) -> None:

@@ -47,8 +47,11 @@ class Dialogue:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def next(self) -> str:
+    def say(self, line: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
+
+    def next(self) -> str:
+        self.say("")
         return self.answer()

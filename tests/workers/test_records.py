@@ -17,7 +17,6 @@ from redelastic.monitoring.collectives import Collective, decode, explain, may_w
 from redelastic.workers.board import ProgressBoard
 from redelastic.workers.records import last_collectives, reduce_records
 from tests.support import worker_processes
-from tests.support.waiting import Within
 from tests.support.worker_processes import StartOnBoard
 
 DUMPS = Path(__file__).with_name("flight_records")
@@ -147,7 +146,6 @@ libc = ctypes.PyDLL(None)
 libc.write(1, b"ready\\n", 6)
 libc.sleep(1000)
 """
-within = Within(TIMEOUT)
 
 
 def test_a_worker_answers_each_request(board: ProgressBoard, start: StartOnBoard) -> None:
@@ -169,18 +167,6 @@ def test_a_worker_that_ends_while_it_is_asked_is_not_waited_for(board: ProgressB
     start(HOLDS_LOCK)
     looks = iter(([0], [0], []))
     assert last_collectives(board, lambda: next(looks), 0, math.inf) == {}
-
-
-def test_a_worker_looks_whether_a_collective_goes_on(board: ProgressBoard, start: StartOnBoard) -> None:
-    status = '{"pg_status": {"0": {"last_enqueued_collective": "%d", "last_completed_collective": "7"}}}'
-    stub = "torch._C._distributed_c10d._dump_fr_trace_json = lambda **_: status.encode()\n"
-    for local_rank, enqueued in enumerate((8, 7)):
-        start(WORKER + stub.replace("status", repr(status % enqueued)) + "time.sleep(1000)", local_rank)
-    for local_rank in (0, 1):
-        within(lambda: board.read(local_rank).looks >= 5)  # noqa: B023
-    waiting, idle = board.read(0), board.read(1)
-    assert waiting.waits == waiting.looks
-    assert idle.waits == 0
 
 
 def test_a_script_without_torch_has_no_collectives(board: ProgressBoard, start: StartOnBoard) -> None:
