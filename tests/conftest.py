@@ -201,7 +201,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def free_ports() -> Iterator[list[int]]:
-    """Four ports of 127.0.0.1 that nobody gets but servers of the test, which set SO_REUSEADDR."""
+    """Four ports that nobody gets but servers of the test, which set SO_REUSEADDR."""
     with contextlib.ExitStack() as opened:
         yield [opened.enter_context(reserved_port()) for _ in range(4)]
 

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from typing import Any, Final
 import redis
 
 from redelastic.redis import server as server_module
-from redelastic.redis.server import RedisServer, find_binary, reserve_port
+from redelastic.redis.server import RedisServer, find_binary
 
 HOST = "127.0.0.1"
 MASTER_NAME = "mymaster"
@@ -37,12 +38,11 @@ def wait_until(holds: Callable[[], object], what: str, timeout: float = 60.0) ->
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port that no other process gets meanwhile; a server that sets SO_REUSEADDR can bind it."""
-    reservation, port = reserve_port(0)
-    try:
-        yield port
-    finally:
-        reservation.close()
+    """A port that no other process gets meanwhile, on any address; a server that sets SO_REUSEADDR can bind it."""
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("", 0))
+        yield reservation.getsockname()[1]
 
 
 def redis_server(password: str | None = None, config: Mapping[str, str] | None = None) -> RedisServer:
