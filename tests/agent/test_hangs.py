@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-import torch
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from redelastic.agent import AgentOptions
@@ -21,18 +20,16 @@ from redelastic.monitoring.events import Closed, Failed, Hung, Joined, Unwatched
 from redelastic.monitoring.failure import last_failure, lines
 from redelastic.monitoring.sentences import sentence
 from redelastic.redis.server import RedisServer
-from redelastic.torch_internals import version_of
 from redelastic.workers.group import Workers
 from tests.support.agent_job import AgentJob
 from tests.support.commands import run_command
+from tests.support.flight_recorder import records_gloo
 from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT, Job
 from tests.support.unruly_job import UNRULY
 
 pytestmark = pytest.mark.timeout(180)
 
-NO_RECORDS: Final = version_of(str(torch.__version__)) < (2, 11)
-records_gloo = pytest.mark.skipif(NO_RECORDS, reason="the flight recorder of this torch knows nothing of gloo")
 WATCHES_KERNEL: Final = "uninterruptible_state_timeout" in inspect.signature(LocalElasticAgent).parameters
 
 

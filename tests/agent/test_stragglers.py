@@ -11,10 +11,11 @@ from redelastic.monitoring.events import Started
 from redelastic.monitoring.report import describe
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import AgentJob
+from tests.support.flight_recorder import records_gloo
 from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LONG_LEASES
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [records_gloo, pytest.mark.timeout(900)]
 
 EVEN_STEPS = 10_000
 SCRIPT = """

@@ -13,15 +13,12 @@ from redelastic.agent import AgentOptions
 from redelastic.workers.board import ProgressBoard
 from redelastic.workers.group import Workers
 from tests.support import worker_processes
+from tests.support.flight_recorder import records_gloo
 from tests.support.waiting import Within
 from tests.support.worker_scripts import Dialogue, run
 
 board = worker_processes.board
 until = Within(60)
-records_gloo = pytest.mark.skipif(
-    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
-    reason="the flight recorder of this torch knows nothing of gloo",
-)
 
 
 def test_the_board_shows_calls_and_the_last_step(board: ProgressBoard) -> None:
@@ -233,7 +230,7 @@ progress(0)
 @records_gloo
 @pytest.mark.fault(
     "a process group is used for the first time",
-    "torch's flight recorder is not read then: that could crash the worker",
+    "its worker's thread does not look at torch's flight recorder before: that could crash the worker",
 )
 def test_the_flight_recorder_is_left_alone_while_a_group_has_yet_to_be_used(board: ProgressBoard) -> None:
     code = """

@@ -82,7 +82,7 @@ def repeat(own_server: RedisServer, measured: Measured) -> Iterator[Repeat]:
                 opened -= closed
             assert not opened, "open files"
             assert len(_alive) == stores
-            kept, grown = min(after - before for before, after in itertools.pairwise(held)), memory() - resident
+            kept, grown = min(later - sooner for sooner, later in itertools.pairwise(held)), memory() - resident
             measured("Python memory kept by each", kept / len(first), "B")
             measured("resident memory kept by each", grown / (times - len(first)), "B")
             assert kept < 100 * len(first) + 13_000, "less than one small object each"
